@@ -75,7 +75,7 @@ def drain_node(scene: Scene) -> float:
         raise NotInjected("the drain was not accepted")
     scene.nodes.add()
     scene.run.wait_for(
-        lambda: scene.run.said("announced that it takes a node away", since=at), "word of the drain", seconds=30
+        lambda: scene.run.said("announced that it will remove a node", since=at), "word of the drain", seconds=30
     )
     time.sleep(max(0.0, at + DRAIN_S - time.time()))
     gone = time.time()
@@ -282,7 +282,7 @@ def kill_tracking(scene: Scene) -> float:
     if not scene.tracking.kill():
         raise NotInjected("the server is still there")
     scene.run.wait_for(
-        lambda: scene.run.said("MLflow took no more data", since=at), "word of the lost server", seconds=30
+        lambda: scene.run.said("MLflow accepts no more data", since=at), "word of the lost server", seconds=30
     )
     killed = kill(scene.victim()[1])
     scene.tracking.start()

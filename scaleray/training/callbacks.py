@@ -1,4 +1,4 @@
-"""The callbacks of a workload as an observer of the training, and the context that they get."""
+"""The callbacks of a workload as an observer of the training, and the context passed to them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RunContext(Logger):
         return self._setup.parallel.module
 
     def on_model(self, compute: Callable[[nn.Module], Any]) -> Any:
-        """Result of `compute(model)` in evaluation mode. Collective: every worker calls it alike."""
+        """Result of `compute(model)` in evaluation mode. Collective: every worker must call it."""
         parallel = self._setup.parallel
         modes = [(part, part.training) for part in parallel.module.modules()]
         parallel.module.eval()
@@ -61,7 +61,7 @@ class RunContext(Logger):
                 part.training = was_training
 
     def sums(self, own: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
-        """(sum, count) over all workers, by name, of what each of them has. Collective."""
+        """(sum, count) over all workers, by name, of each worker's own values. Collective."""
         return self._sums(own)
 
     def gather(self, value: Any) -> list[Any]:
@@ -69,24 +69,25 @@ class RunContext(Logger):
         return self._place.gathered(value)
 
     def stop(self, reason: str) -> None:
-        """Ask for the end of the training. Any worker may ask; all end after the same step, at most one step later."""
+        """Request the end of the training. Any worker may do so; all end after the same step, at most one step
+        later."""
         self._wish = reason
 
     def scale_learning_rate(self, factor: float) -> None:
         """Multiply the rates of all parameter groups by `factor` from the next step on (on a GPU two steps later in
-        `on_step`), on top of the schedule and of earlier factors. Every worker must ask alike, which is checked.
-        Checkpoints hold the factor."""
+        `on_step`), on top of the schedule and of earlier factors. All workers must make the same request, which is
+        checked. Checkpoints hold the factor."""
         if not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
-            raise WorkloadError("the factor of scale_learning_rate()", factor, "it is a number above 0")
+            raise WorkloadError("the factor of scale_learning_rate()", factor, "it must be a number above 0")
         if self._hook not in SCALING:
-            allowed = f"{', '.join(SCALING)} may ask: they come at the same steps after an interruption too"
+            allowed = f"only {', '.join(SCALING)} may call it: they run at the same steps after an interruption too"
             raise WorkloadError("scale_learning_rate()", f"called in {self._hook}()", allowed)
         ahead = self.steps_ahead if self._hook == "on_step" else 0
         self._setup.rate_scale.change(float(factor), first_step=self.step + ahead + 1)
 
 
 class Callbacks:
-    """Calls a workload's callbacks; without any it does nothing. emit: takes what they log."""
+    """Calls a workload's callbacks; without any it does nothing. emit: receives what they log."""
 
     def __init__(self, workload: Any, place: Place, emit: Emit) -> None:
         self.place, self.emit = place, emit
@@ -132,7 +133,7 @@ class Callbacks:
         self._call("on_evaluation_start", metrics=metrics)
 
     def evaluated(self, record: EvaluationRecord, *, at_end: bool = False) -> str | None:
-        """Call `on_evaluation`. Returns the reason to end the training now, if a callback asks for that. Collective."""
+        """Call `on_evaluation`. Returns the reason to end the training now, if a callback requests that. Collective."""
         self._call("on_evaluation", step=record.step, metrics=record.metrics)
         if at_end or not self.callbacks:
             return None
@@ -156,8 +157,8 @@ class Callbacks:
         return (float(self.context._wish is not None), *self.context._setup.rate_scale.signals())
 
     def check_rates(self, sums: tuple[float, ...]) -> tuple[float, ...]:
-        """The sums of a step's signals without those of the learning rate; they end with those of `signals`. Raises
-        WorkloadError on every worker if the requests differ."""
+        """The sums of a step's signals, which end with those of `signals`, without the signals of the learning rate.
+        Raises WorkloadError on every worker if the requests differ."""
         if not sums or self.context is None:
             return sums
         *others, code, square = sums
@@ -165,7 +166,7 @@ class Callbacks:
             raise WorkloadError(
                 "scale_learning_rate()",
                 "not called alike on all workers",
-                "each of them would train with a rate of its own",
+                "each of them would train with its own rate",
                 "decide by run.metrics, which are the same on all workers, or by run.sums() and run.gather()",
             )
         return tuple(others)
@@ -214,8 +215,8 @@ class Callbacks:
                 self._user_code(each, "load_state_dict", partial(load, before[0]))
                 if not all(equal_states(before[0], other) for other in before[1:]):
                     self.context.warn(
-                        f"callback {type(each).__name__} had another state on each of {len(states)} workers; "
-                        f"on {self.place.world_size} all use rank 0's (a method load_states(states) may do better)"
+                        f"callback {type(each).__name__} had different states on {len(states)} workers; on "
+                        f"{self.place.world_size} all use rank 0's (define load_states(states) to convert them)"
                     )
 
     def _call(self, hook: str, **known: Any) -> None:
@@ -243,7 +244,7 @@ class Callbacks:
                 self._check_code(each, hook, forwards, first_hook)
 
     def _check_code(self, callback: Callback, hook: str, forwards: Mapping[str, Any], first_hook: int) -> None:
-        """Refuse a `forward` that a callback has exchanged, and warn once about hooks that it leaves on the model."""
+        """Refuse a `forward` that a callback has replaced, and warn once about hooks that it leaves on the model."""
         assert self.context is not None
         where, now = f"after {hook}() of callback {type(callback).__name__}", _forwards(self.context.model)
         if now != forwards:
@@ -251,7 +252,7 @@ class Callbacks:
             raise WorkloadError(
                 f"forward of {f'the module {name}' if name else 'the model'}",
                 f"another function {where}",
-                "a resumed run, the final weights and an evaluation have the one of build_model()",
+                "a resumed run, the final weights and an evaluation use that of build_model()",
                 "let forward() decide by an attribute of the module, which is saved",
             )
         if RemovableHandle.next_id > first_hook and not self._is_hook_said:
@@ -271,14 +272,14 @@ class Callbacks:
         call_user_code(call, what=f"callback {type(callback).__name__}", doing=f"{hook}() after step {step}")
 
     def _agreed(self) -> str:
-        """Reason that a rank has given, the lowest rank's first. Collective."""
+        """The reason given by the lowest rank that has one. Collective."""
         assert self.context is not None
         everyone = self.place.gathered(self.context._wish)
         return f"ended by a callback: {next(reason for reason in everyone if reason is not None)}"
 
 
 def _forwards(model: nn.Module) -> dict[str, Any]:
-    """Functions that take the place of the class's `forward`, by module."""
+    """Functions that replace the class's `forward`, by module."""
     return {name: vars(part)["forward"] for name, part in model.named_modules() if "forward" in vars(part)}
 
 

@@ -1,9 +1,8 @@
 """Count the cost of one sample of the user's model: products, parameters, memory traffic, and activations kept for the
 backward pass.
 
-One micro-batch goes through the loss and back. Where the workload allows, tensors have shapes and no values, so that a
-model of any size is counted in seconds and without its memory; a loss that looks at values is computed on the CPU.
-"""
+One micro-batch goes through the loss and back. If the workload allows it, tensors have shapes but no values, so a model
+of any size is counted in seconds and without its memory; a loss that reads values is computed on the CPU."""
 
 from __future__ import annotations
 
@@ -201,7 +200,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _is_small_filter(packet: Any, args: Any) -> bool:
-    """Whether a convolution can be done by Winograd's algorithm: ungrouped 3x3 or 5x5 filters of stride 1."""
+    """Whether Winograd's algorithm can compute a convolution: ungrouped 3x3 or 5x5 filters of stride 1."""
     if packet is not torch.ops.aten.convolution:
         return False
     _, weight, _, stride, _, dilation, transposed, _, groups = args
@@ -212,9 +211,8 @@ def _is_small_filter(packet: Any, args: Any) -> bool:
 def _without_values(model: nn.Module) -> None:
     """Give the model, built on the meta device, tensors of the mode that claim to lie on the CPU. Tied ones stay tied.
 
-    Only there does autocast know what to do; and under the mode torch could not move the model itself, as each of its
-    tensors is referred to.
-    """
+    Autocast supports only such tensors; and torch cannot move the model itself in this mode, as its tensors are
+    referenced elsewhere."""
     made: dict[int, nn.Parameter] = {}
 
     def like(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,10 +26,8 @@ _NAME = re.compile(r"[\w.() -]+(/[\w.() -]+)*")
 
 
 class Logger:
-    """Logs files of a run through `emit`. is_kept: whether this rank's are; those of others are dropped.
-
-    step: number of the last step. logged_bytes: bytes of all files so far.
-    """
+    """Logs files of a run through `emit`. is_kept: whether this rank's files are stored; those of others are dropped.
+    step: number of the last step. logged_bytes: bytes of all files so far."""
 
     def __init__(self, emit: Emit, *, is_kept: bool) -> None:
         self._emit, self._is_kept = emit, is_kept
@@ -49,7 +47,7 @@ class Logger:
 
     def log_image(self, name: str, image: Any) -> None:
         """Log an image as PNG: an array (height, width, channels), a tensor (channels, height, width), either without
-        channels, or several of them, which become a grid. Floating-point values are from 0 to 1, others are bytes."""
+        channels, or several images, which become a grid. Floating-point values are from 0 to 1, others are bytes."""
         if self._is_kept:
             pixels = as_pixels(name, image)
             self._log(name, "png", pixels.tobytes(), shape=pixels.shape)
@@ -91,8 +89,8 @@ class Logger:
             raise WorkloadError(
                 "the name of a logged file",
                 name,
-                "it may have letters, digits, . _ - ( ) and spaces, in folders parted by /",
-                "the step is put behind it",
+                "it may have letters, digits, . _ - ( ) and spaces, with / between folders",
+                "the step is appended",
             )
         if len(data) > LARGEST_BYTES:
             self._warn(f"{name} has {len(data) / 2**20:.0f} MiB", f"{LARGEST_BYTES // 2**20} MiB a file")
@@ -105,7 +103,7 @@ class Logger:
     def _warn(self, what: str, limit: str) -> None:
         if limit not in self._warned:
             self._warned.add(limit)
-            self.warn(f"{what} is more than {limit}: it is left out, and so is what else is too large")
+            self.warn(f"{what} is more than {limit}: it is left out, like all further files that are too large")
 
 
 def as_pixels(name: str, image: Any) -> np.ndarray:

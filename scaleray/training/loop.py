@@ -1,7 +1,6 @@
-"""The training loop of one worker. It knows neither Ray nor MLflow: records go to a callable.
+"""The training loop of one worker. It does not depend on Ray or MLflow: records go to a callable.
 
-Runs in this process, under plain gloo processes and inside Ray Train alike.
-"""
+Runs in this process, in plain gloo processes and inside Ray Train."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ class CompilationWatch(Observer):
         self._compilation = setup.compilation
 
     def after_step(self, taken: StepRecord) -> None:
-        """Report the parts that were not compiled, as nothing else would. Raises ConfigError if
+        """Report the parts that were not compiled, as nothing else would report them. Raises ConfigError if
         `compilation.must_succeed` is set."""
         if self._compilation is None or self._is_checked:
             return
@@ -91,10 +90,9 @@ def run(
 ) -> WorkerSummary:
     """Train one worker's share to the end. Collective: every worker of the group calls it with the same job.
 
-    save_weights: called on every rank with its part of the final weights. probe: looks at every step. checkpointing:
-    saves the state and says where to start; without it a run starts at its first step. Raises RunFailedError naming
-    rank, node and step; errors that the user can mend (UsageError) come as they are.
-    """
+    save_weights: called on every rank with its part of the final weights. probe: observes every step. checkpointing:
+    saves the state and decides where to start; without it a run starts at its first step. Raises RunFailedError naming
+    rank, node and step; UsageErrors are raised unchanged."""
     progress = progress or Progress()
     place = dataclasses.replace(place, degrees=job.degrees)
     CollectiveLimits(progress, job.config.scale.collective_timeout_s).apply()
@@ -154,7 +152,7 @@ class _Run:
         self.attributes: dict[str, Any] = {}
         self.ahead = self.callbacks.steps_ahead = 0 if is_known_first else steps_ahead(place.device)
         self.under_way: deque[tuple[Launched, dict[str, Any]]] = deque()
-        """Steps that the device was given and the host has not read, in order, each with the loop's facts of it: at
+        """Steps that the device was given and the host has not read, in order, each with the loop's facts about it: at
         most `ahead` between two steps."""
         self.evaluations = Evaluations(place, self.input, progress.enter, job.config)
         resumed_from = checkpointing.resumed_from if checkpointing is not None else None
@@ -225,7 +223,7 @@ class _Run:
         return summary
 
     def _steps(self, setup: Setup, step: OptimizerStep, stream: StepStream) -> str | None:
-        """Train to the end and return the verdict; None if the run was asked to leave."""
+        """Train to the end and return the verdict; None if the run was requested to leave."""
         state, saves = self.state, self.checkpointing
         if self.probe is not None:
             self.probe.on_setup(setup)
@@ -272,7 +270,7 @@ class _Run:
         return self.callbacks.follows_epochs and self.plan.place(self.state.step)[1] == 0
 
     def _take(self, step: OptimizerStep, batch: RankBatch, setup: Setup, stream: StepStream) -> None:
-        """Take one optimizer step and prepare the next one: its learning rate and its share of the input."""
+        """Take one optimizer step and prepare the next: its learning rate and its share of the input."""
         number, num_rows = batch.step + 1, self.plan.num_rows(batch.step)
         setup.rate_scale.begin_step(number)
         learning_rate = float(setup.schedule.get_last_lr()[0]) * setup.rate_scale.factor
@@ -317,7 +315,7 @@ class _Run:
 
     def _know(self, knows_all: bool) -> tuple[float, ...]:
         """Process the results of finished steps, in order, and return the sum of their signals. knows_all: wait for all
-        of them. A step that ends the training leaves a verdict."""
+        steps. A step that ends the training sets the verdict."""
         signals: tuple[float, ...] = ()
         while len(self.under_way) > (0 if knows_all else self.ahead):
             launched, facts = self.under_way.popleft()
@@ -353,7 +351,7 @@ class _Run:
         return True
 
     def _check_after_callbacks(self) -> None:
-        """Refuse a change by a callback before a checkpoint is taken, as the checkpoint would lack it."""
+        """Refuse a callback's change before a checkpoint is taken, which would lack it."""
         if self.callbacks.callbacks:
             self.fixed.check(self.state.step + 1)
 
@@ -386,7 +384,8 @@ class _Run:
         return step
 
     def _settle(self, setup: Setup, step: OptimizerStep, first: RankBatch) -> None:
-        """Inspect the first batch, then decide what depends on it: micro-batches, and how noise is measured."""
+        """Inspect the first batch, then decide everything that depends on it: micro-batches, and how noise is
+        measured."""
         job, gives_tuples = self.job, self.job.splits[TRAIN].gives_tuples
         with eagerly() if setup.compilation else contextlib.nullcontext():
             counted = check_first_batch(

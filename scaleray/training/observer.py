@@ -1,8 +1,7 @@
-"""The one way in which a training is observed.
+"""The only way in which a training is observed.
 
-An observer reads and reports; without it the weights are the same to the bit. Everything that decides about the
-training (its target, its checkpoints, the shares of its workers) is in the loop itself.
-"""
+An observer reads and reports; without it the weights are the same to the bit. All decisions about the training (its
+target, its checkpoints, the shares of its workers) are in the loop itself."""
 
 from __future__ import annotations
 
@@ -21,11 +20,11 @@ class Observer:
     the same observers, in the same order."""
 
     def begin(self, setup: Setup) -> None:
-        """Receive the training once it is set up: nothing is restored and nothing is trained yet."""
+        """Receive the training once it is set up: nothing is restored or trained yet."""
 
     def during_step(self, number: int) -> contextlib.AbstractContextManager[None] | None:
-        """Context in which step `number`, counted from 1, computes its gradients and updates the weights; None for
-        most."""
+        """Context in which step `number`, counted from 1, computes its gradients and updates the weights; None for most
+        observers."""
         return None
 
     def after_launch(self) -> None:
@@ -37,7 +36,7 @@ class Observer:
         """
 
     def close(self) -> None:
-        """Leave the model as it was. Called at the end, after errors too."""
+        """Restore the model to its previous state. Called at the end, after errors too."""
 
 
 class Observers(Observer):

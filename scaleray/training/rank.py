@@ -1,4 +1,4 @@
-"""One rank of a run, wherever its process was started: its checkpoints, the thread that watches it, and the loop."""
+"""One rank of a run, in any kind of process: its checkpoints, its watching thread, and the loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from scaleray.training.state.weights import save_weights
 from scaleray.workload import no_exit
 
 BEAT_S = 0.5
-"""Seconds between two signs of life; longer with more than 50 workers."""
+"""Seconds between two heartbeats; longer with more than 50 workers."""
 HANG_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 
 
@@ -35,10 +35,9 @@ HANG_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 class Channel:
     """Connection of a rank to the recorder of its run.
 
-    send: takes messages of several threads, without waiting. beat: delivers a sign of life and returns the recorder's
-    request. flush: waits until all messages have arrived. durable: the recorder's state once it has written them, which
-    checkpoints hold.
-    """
+    send: takes messages from several threads, without waiting. beat: delivers a heartbeat and returns the recorder's
+    request. flush: waits until all messages have arrived. durable: the recorder's state once it has written them, for
+    checkpoints."""
 
     send: Emit
     beat: Callable[[Heartbeat], Wish]
@@ -61,10 +60,9 @@ def run_rank(
 ) -> WorkerSummary:
     """Train this rank's share to the end of the run.
 
-    facts: facts of the run that every checkpoint holds. control: requests to this rank from its own process. tail: last
-    lines of the process's output. ends_hangs: end the process if it hangs; else it may stop in a debugger for hours.
-    is_watched: a watch on the whole group records where its ranks stall.
-    """
+    facts: the run's facts for every checkpoint. control: requests to this rank from its own process. tail: last lines
+    of the process's output. ends_hangs: end the process if it hangs; otherwise it may wait in a debugger for hours.
+    is_watched: a watch on the whole group records where its ranks stall."""
     progress, control, timeout_s = Progress(), control or Control(), job.config.scale.collective_timeout_s
     if context.device.type == "cpu":
         torch.set_num_threads(max(1, int(job.config.scale.cpus_per_worker)))

@@ -1,7 +1,7 @@
-"""Publish series of metrics through Ray's nodes, which Prometheus scrapes.
+"""Publish series of metrics through Ray's nodes, where Prometheus scrapes them.
 
 Setting a value takes two microseconds and does not block: Ray's core exports values every ten seconds in its own
-thread. It drops a gauge that was not set for two of these intervals, so those of a finished run vanish."""
+thread. It drops gauges that were not set for two of these intervals, so those of a finished run vanish."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RayMetrics:
         self._turn = threading.Lock()  # two at once would count the same twice
 
     def publish(self, series: Sequence[Series]) -> None:
-        """Set all gauges, and let counters grow to their values, from any thread. Ray leaves out values that are not
+        """Set all gauges and increase counters to their values, from any thread. Ray leaves out values that are not
         finite."""
         with self._turn:
             self._publish(series)
@@ -62,8 +62,8 @@ def _make(kind: str, name: str, help: str, labels: tuple[str, ...]) -> Any:
 
 
 class RankPublisher:
-    """Publishes this rank's newest sample every `PUBLISH_EVERY_S`, in a thread: also while a step hangs, so that its
-    last one stays to be seen."""
+    """Publishes this rank's newest sample every `PUBLISH_EVERY_S`, in a thread, so that it stays visible while a step
+    hangs."""
 
     def __init__(self, run_name: str, run_id: str, to: Callable[[Sequence[Series]], None] | None = None) -> None:
         self._run_name, self._run_id, self._to = run_name, run_id, to or RayMetrics().publish
@@ -80,7 +80,7 @@ class RankPublisher:
         self._publish()  # what ends before it was published is seen all the same: Ray exports it with the process's end
 
     def hear(self, message: WorkerMessage) -> None:
-        """Take a sample, and ignore everything else."""
+        """Take a sample; other messages are ignored."""
         if isinstance(message, RankSample):
             self._series = rank_series(message, run_name=self._run_name, run_id=self._run_id)
 

@@ -40,11 +40,11 @@ class Assignment:
     recorder: Any
     run_path: str
     facts: Mapping[str, Any]
-    """Facts of the run that every checkpoint holds in addition to its state."""
+    """The run's facts for every checkpoint, in addition to its state."""
     published_as: tuple[str, str] | None = None
-    """Name and id of the run in the metrics of Ray's nodes; None where these publish none."""
+    """Name and id of the run in the metrics of Ray's nodes; None if the nodes publish none."""
     can_be_preempted: bool = False
-    """Whether the cluster may announce that it takes a node away."""
+    """Whether the cluster may announce that it will remove a node."""
 
 
 def train_worker(config: dict[str, Any]) -> WorkerSummary:
@@ -76,7 +76,8 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
 
 
 def received(task: Any) -> Any:
-    """The payload that the driver sent to this worker. Raises WorkloadError if it needs a module that is not here."""
+    """The payload that the driver sent to this worker. Raises WorkloadError if it needs a module that is missing
+    here."""
     import ray
 
     try:
@@ -92,7 +93,7 @@ def received(task: Any) -> Any:
 
 
 def quieten_ray() -> None:
-    """Leave out what Ray's libraries and torchao say in a worker, and the driver says better or not at all."""
+    """Suppress messages of Ray's libraries and torchao in a worker that the driver logs better or not at all."""
     leave_out_idle_warnings()
     logging.getLogger("ray._private.serialization").setLevel(logging.CRITICAL)  # `received` reports it
     logging.getLogger("ray.data").setLevel(logging.WARNING)
@@ -109,7 +110,7 @@ def _keep_tail() -> deque[str]:
 
 
 def _nodes_to_go() -> frozenset[str]:
-    """Nodes of workers that the cluster will take away soon."""
+    """Nodes of workers that the cluster will soon remove."""
     import ray.train
 
     info = ray.train.get_preemption_info()
@@ -117,7 +118,7 @@ def _nodes_to_go() -> frozenset[str]:
 
 
 class Sender:
-    """Sends messages to the recorder in batches, without waiting for it. publisher: takes them as well."""
+    """Sends messages to the recorder in batches, without waiting for it. publisher: receives them as well."""
 
     def __init__(self, recorder: Any, *, interval_s: float, publisher: RankPublisher | None = None) -> None:
         self.recorder, self.interval_s, self.publisher = recorder, interval_s, publisher
@@ -129,7 +130,8 @@ class Sender:
         self._lock = threading.Lock()  # checkpoints send from a thread of their own
 
     def __call__(self, *messages: WorkerMessage) -> None:
-        """Take messages, and send all that wait if the last time is an interval ago; without any, send them now."""
+        """Take messages, and send all that wait if an interval has passed since the last time; without messages, send
+        now."""
         with self._lock:
             self._buffer += messages
             self._num_taken += len(messages)
@@ -144,16 +146,15 @@ class Sender:
                 self.publisher.hear(message)
 
     def beat(self, heartbeat: Heartbeat) -> Wish:
-        """Deliver a sign of life at once, and return the recorder's request."""
+        """Deliver a heartbeat immediately, and return the recorder's request."""
         import ray
 
         return Wish(ray.get(self.recorder.beat.remote(heartbeat), timeout=30))
 
     def flush(self) -> bool:
-        """Send what is there and wait until it has arrived; whether it has.
+        """Send all waiting messages and wait until they have arrived; returns whether they have.
 
-        After the last step nothing is slowed by that.
-        """
+        Called after the last step, where waiting slows nothing down."""
         import ray
 
         with self._lock:
@@ -171,22 +172,23 @@ class Sender:
 
     def durable(self) -> Any:
         """State of the recorder for a run whose messages it has all written. Raises RuntimeError if it has not: a run
-        resumed from here would lack the steps that it has not received.
-        """
+        resumed from here would lack the missing steps."""
         import ray
 
         if not self.flush():
-            raise RuntimeError("the recorder has not taken the steps before it")
+            raise RuntimeError("the recorder has not received the steps before it")
         try:
             return ray.get(self.recorder.durable.remote(), timeout=90)
         except ray.exceptions.RayError as exc:  # a plain one: Ray's cannot be pickled, and other ranks must hear of it
-            raise RuntimeError(f"the recorder has not kept the steps before it: {str(exc).splitlines()[-1]}") from None
+            raise RuntimeError(
+                f"the recorder has not stored the steps before it: {str(exc).splitlines()[-1]}"
+            ) from None
 
     def _is_free(self) -> bool:
         """Whether nothing is under way.
 
-        What did not arrive waits again; where only the answer was lost, it is sent twice, which the recorder notices.
-        """
+        Messages that did not arrive wait again; if only the answer was lost, they are sent twice, which the recorder
+        notices."""
         import ray
 
         if self._last is None:

@@ -168,7 +168,10 @@ def test_training_falls_back_to_an_older_checkpoint_and_says_so(tmp_path, damage
     assert resumed.losses == whole.losses[3:]
     text = "\n".join(resumed.events)
     assert (
-        "step 6" in text and "is damaged" in text and "an older one is taken" in text and "resumed after step 3" in text
+        "step 6" in text
+        and "is damaged" in text
+        and "the run resumes from an older one" in text
+        and "resumed after step 3" in text
     )
     catalog = catalog_of(tmp_path)
     assert [m.step for m in catalog.complete()] == [8, 6]

@@ -1,4 +1,4 @@
-"""Attributes that modules hold outside of their parameters and buffers, which no state dict has."""
+"""Attributes of modules other than parameters and buffers, which no state dict has."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PLAIN = (bool, int, float, str, type(None))
 GENERATORS = (torch.Generator, random.Random, np.random.Generator)
 MARKED = (torch.Tensor, np.ndarray, *GENERATORS, Mapping, list, tuple, Set, deque)
 MARKS = 64
-"""Values of a tensor, or items of a container, that are compared."""
+"""Most values of a tensor, or items of a container, that are compared."""
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Numbers, texts, modes and switches that modules hold as attributes, by the names of module and attribute: no
-    state dict has them. Those that begin with _ are left out, as torch's own do."""
+    """Numbers, texts, modes and switches in attributes of modules, by the names of module and attribute: no state dict
+    has them. Names that begin with _ are left out, such as torch's own."""
     return {
         f"{name}/{attribute}": value
         for name, part in module.named_modules()
@@ -33,19 +33,19 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def changed_attributes(module: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain attributes that differ from those that `plain_attributes` has read before."""
+    """Plain attributes that differ from an earlier result of `plain_attributes`."""
     unset = object()
     return {name: value for name, value in plain_attributes(module).items() if before.get(name, unset) != value}
 
 
 def common_attributes(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Attributes of the first rank that all ranks have alike."""
+    """Attributes of the first rank that are equal on all ranks."""
     first, *others = by_rank or [{}]
     return {name: value for name, value in first.items() if all(o.get(name) == value for o in others)}
 
 
 def set_plain_attributes(module: nn.Module, values: Mapping[str, Any]) -> None:
-    """Set attributes that `plain_attributes` has read, on the modules that there are."""
+    """Set attributes read by `plain_attributes` on the modules that exist."""
     parts = dict(module.named_modules())
     for path, value in values.items():
         name, _, attribute = path.rpartition("/")
@@ -54,9 +54,9 @@ def set_plain_attributes(module: nn.Module, values: Mapping[str, Any]) -> None:
 
 
 def marked_attributes(module: nn.Module) -> dict[str, Any]:
-    """Marks of tensors, containers and generators that modules hold as attributes outside of their buffers, by the
-    names of module and attribute. Values that carry gradients belong to one pass, and are left out, as are modules with
-    a state of their own and metrics."""
+    """Marks of tensors, containers and generators in attributes of modules other than buffers, by the names of module
+    and attribute. Values with gradients belong to one pass and are left out, as are metrics and modules with their own
+    state."""
     return {
         f"{name}/{attribute}": _mark(value)
         for name, part in module.named_modules()
@@ -67,7 +67,7 @@ def marked_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _mark(value: Any, depth: int = 3) -> Any:
-    """A short value that differs where this one does, as far as a look at a few of its parts shows."""
+    """A short value that changes with this one, as far as a few of its parts show."""
     with contextlib.suppress(Exception):  # a user's own class may do anything
         if isinstance(value, torch.Tensor):
             flat = local_part(value).detach().reshape(-1)
@@ -89,5 +89,5 @@ def _mark(value: Any, depth: int = 3) -> Any:
 
 
 def has_extra_state(part: nn.Module) -> bool:
-    """Whether a module keeps state that is no tensor by `get_extra_state`."""
+    """Whether a module has a state other than tensors, from `get_extra_state`."""
     return type(part).get_extra_state is not nn.Module.get_extra_state

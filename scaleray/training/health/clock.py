@@ -27,9 +27,8 @@ class SteadyState:
 class Clock:
     """Times from step to step, records and all, without evaluation. Steps are counted from 0.
 
-    started_at: wall clock when the run began. start_ends: when parts of its start have ended. first_step_s: seconds
-    from the beginning to the end of the first step. profile: times what each step is made of.
-    """
+    started_at: wall clock when the run began. start_ends: end of each part of its start. first_step_s: seconds from the
+    beginning to the end of the first step. profile: times the parts of each step."""
 
     def __init__(self, started_at: float, start_ends: Mapping[str, float], profile: Profile) -> None:
         self.profile = profile
@@ -44,7 +43,7 @@ class Clock:
         self.profile.start(self._started)
 
     def tick(self, waited_s: float) -> tuple[float, float]:
-        """(time since the last tick or start, of which waiting for input), in seconds."""
+        """(seconds since the last tick or start, seconds of these spent waiting for input)."""
         now = time.perf_counter()
         step_s, wait_s = now - self._started, waited_s - self._waited
         self._started, self._waited = now, waited_s

@@ -1,8 +1,7 @@
-"""Check after each step that the model has the parameters that the training was set up with.
+"""Check after each step that the model still has the parameters with which the training was set up.
 
-Strategies, optimizers, averages and checkpoints are made for them: a parameter that is thawed, added or exchanged later
-would be trained on each worker alone, or be lost on resume.
-"""
+Strategies, optimizers, averages and checkpoints are made for these: a parameter that is unfrozen, added or replaced
+later would be trained on each worker alone, or be lost on resume."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 
 TRAINED_AT_FIRST = (
-    "every worker, the optimizer and the checkpoints hold what was trained when training began",
+    "every worker, the optimizer and the checkpoints hold the parameters trained at the beginning",
     "train in two runs: the first with fine_tuning.freeze, the second from its weights with workload.weights",
 )
 THERE_AT_FIRST = (
@@ -26,16 +25,16 @@ THERE_AT_FIRST = (
     "make the change in build_model(); to change values keep the parameter, and write into it (copy_)",
 )
 NAMED_AT_FIRST = (
-    "a resumed run and an evaluation build the model again, and find no place for it",
-    "register it in build_model(); None in the place of a tensor is enough",
+    "a resumed run and an evaluation build the model again, without it",
+    "register it in build_model(); None instead of a tensor is enough",
 )
 BUILT_AT_FIRST = (
     "a resumed run, the final weights and an evaluation have the modules that build_model() made",
     "build all of them in build_model(), and switch between them by an attribute of the model, which is saved",
 )
 OF_ONE_SHAPE = (
-    "workers share their buffers, so that a buffer has the same shape on all of them",
-    "register it with its largest shape, and count what is filled in a second buffer",
+    "workers share their buffers, so a buffer must have the same shape on all of them",
+    "register it with its largest shape, and count the filled part in a second buffer",
 )
 
 MODE = "/training"
@@ -60,7 +59,7 @@ class FixedModel:
         self._look()
 
     def unsaved(self) -> str:
-        """Text, once, on an attribute that has changed since the first step and that no checkpoint holds; else
+        """Text, once, about an attribute that has changed since the first step and that no checkpoint holds; else
         empty."""
         if self._marks is None or self._is_said:
             return ""
@@ -81,8 +80,8 @@ class FixedModel:
         return {name: value for own in reversed(by_rank) for name, value in own.items() if not name.endswith(MODE)}
 
     def check(self, step: int) -> None:
-        """Raise WorkloadError if step `step`, or a callback before it, has changed which parameters there are or are
-        trained. Not collective."""
+        """Raise WorkloadError if step `step`, or a callback before it, has changed the set of parameters or of trained
+        ones. Not collective."""
         if self._marks is None:  # what a first pass makes, the first one after a resume makes again
             self._marks = marked_attributes(self.module)
         if any(p.grad is not None for p in self._frozen):
@@ -95,7 +94,7 @@ class FixedModel:
         self._look()
 
     def signals(self) -> tuple[float, ...]:
-        """Numbers whose sums over the workers show whether buffers have one shape: zeros while shapes are those of the
+        """Numbers whose sums over the workers show whether buffers have one shape: zeros while shapes are those at the
         start."""
         if self.place.world_size == 1 or not self._shapes or self._is_part:
             return ()
@@ -109,7 +108,7 @@ class FixedModel:
 
     def check_shapes(self, sums: tuple[float, ...]) -> tuple[float, ...]:
         """The sums of a step's signals without those of `signals`, which come last. Raises WorkloadError on every
-        worker if the buffers of some have another shape."""
+        worker if buffers have different shapes."""
         if not sums or not self.signals():
             return sums
         *others, code, square = sums
@@ -125,8 +124,7 @@ class FixedModel:
     def _now(self) -> list[Any]:
         """Values that change if a parameter, a persistent buffer or a module does.
 
-        No walk through the tree of modules: 0.16 ms in place of 0.50 for 242 modules, on a loaded machine.
-        """
+        Does not walk the tree of modules: 0.16 ms instead of 0.50 for 242 modules, on a loaded machine."""
         found: list[Any] = []
         for part in self._parts:
             for parameter in part._parameters.values():

@@ -1,9 +1,8 @@
-"""torch's Flight Recorder, which keeps the last collectives of a process: switching it on and reading it.
+"""torch's Flight Recorder, which stores the last collectives of a process: how to switch it on and read it.
 
 Its functions are private, so all of them are in this file, behind one check; if they are missing or changed, a dump has
 no collectives. With gloo, torch 2.13 fills neither `state` nor the times, `retired` shows whether a collective is over,
-and the names of groups are missing: they are filled in from the groups themselves.
-"""
+and the names of groups are missing: they are filled in from the groups themselves."""
 
 from __future__ import annotations
 
@@ -97,8 +96,8 @@ def _user_lines(frames: Sequence[dict[str, Any]]) -> tuple[Line, ...]:
 
 @contextmanager
 def _without_inductor() -> Iterator[None]:
-    """Context in which torch does not import its compiler to look up the lines of generated code, of which there are
-    none before it was imported: that import takes 2 to 6 seconds in each rank, and can wait for a lock for ever."""
+    """Context in which torch does not import its compiler to look up the lines of generated code, of which there is
+    none before it was imported: the import takes 2 to 6 seconds in each rank, and can wait for a lock for ever."""
     import torch
 
     stand_in = SimpleNamespace()

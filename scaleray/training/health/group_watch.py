@@ -1,8 +1,7 @@
 """The watch on a group of processes that runs one training after another: verify, studies, check, short profiles.
 
-Each training has a `Progress` of its own, made deep inside of what the group does; the watch hears of it there, and
-looks at the newest one, as `StallWatch` does for a worker that has a single training.
-"""
+Each training makes its own `Progress`, deep inside the group's code; the watch is notified there and checks the newest
+one, as `StallWatch` does for a worker with a single training."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from scaleray.training.setup.place import Place
 
 
 class CollectiveLimits:
-    """Limits on a worker's waiting for other workers, each of which may compile and fill caches in its first step."""
+    """Limits on waiting for other workers, which may compile and fill caches in their first step."""
 
     def __init__(self, progress: Progress, collective_timeout_s: float) -> None:
         self.progress, self.collective_timeout_s = progress, collective_timeout_s
@@ -46,7 +45,7 @@ class CollectiveLimits:
 
     def others_wait_s(self, world_size: int) -> float:
         """Seconds that a worker may wait for its input now: less than the others wait for it, so that it reports the
-        reason."""
+        reason first."""
         return WATCHDOG_SHARE * self._limit_s() if world_size > 1 else math.inf
 
     def _limit_s(self) -> float:
@@ -58,7 +57,7 @@ LOOK_EVERY_S = 0.5
 
 class GroupWatch:
     """Context in which the trainings of this process are watched. run_path: the folder that gets `hangs/`. group: name
-    of this group of processes, the same on all of them and no other's in that folder."""
+    of this group of processes, the same on all of them and unique in that folder."""
 
     def __init__(
         self,
@@ -86,7 +85,7 @@ class GroupWatch:
         self._leave(kind, error, tb)
 
     def _take(self, progress: Progress) -> None:
-        """Watch a training that begins, in place of the one before."""
+        """Watch a training that begins, instead of the previous one."""
         self._leave(None, None, None)
         stalls = StallWatch(
             progress,

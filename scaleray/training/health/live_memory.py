@@ -1,8 +1,7 @@
-"""How many bytes of tensors are alive: an allocator's counter where there is none, on the CPU.
+"""Count the bytes of live tensors on the CPU, whose allocator has no counter.
 
-The resident memory of a process depends on its past, on threads and on fragments; these bytes depend on the program
-alone, so that a limit on them can be tested.
-"""
+The resident memory of a process depends on its past, on threads and on fragments; these bytes depend only on the
+program, so a limit on them can be tested."""
 
 from __future__ import annotations
 
@@ -21,11 +20,9 @@ from scaleray.errors import text_of
 
 
 class LiveTensors(TorchDispatchMode):
-    """Counts the storages that operations inside the context make, as long as they live. Compiled code is not seen.
-
-    bytes: alive now; peak: the most there were at once. What was there before the context does not count. problem: what
-    kept it from counting, which the operations never feel.
-    """
+    """Counts the storages that operations inside the context create, as long as they live. Compiled code is not seen.
+    bytes: alive now; peak: the most at once. Storages from before the context do not count. problem: the error that
+    prevented counting, which never affects the operations."""
 
     def __init__(self) -> None:
         super().__init__()

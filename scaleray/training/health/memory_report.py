@@ -1,8 +1,7 @@
 """Memory of a worker by use: parameters, gradients, optimizer state, buffers and activations, in bytes.
 
-On a GPU the sums are the caching allocator's. The CPU's allocator keeps no books, so tensors are counted, and the
-resident memory of the process is reported with them: it includes Python, torch and the input pipeline.
-"""
+On a GPU the caching allocator reports them. The CPU's allocator keeps no records, so tensors are counted, and the
+resident memory of the process is reported as well, which includes Python, torch and the input pipeline."""
 
 from __future__ import annotations
 
@@ -22,12 +21,11 @@ from scaleray.training.setup.model_setup import Setup
 class MemoryReport(Observer):
     """Report on the second step of a process, the first that begins with the optimizer's state.
 
-    found: empty until then, and if the look at it fails. parameters_bytes, gradients_bytes, optimizer_bytes,
-    buffers_bytes: memory that outlives the step. activations_bytes: what the step needed beyond that at its peak,
-    temporary results included; None where compiled code on a CPU hides it. allocated_bytes, reserved_bytes, peak_bytes:
-    memory of tensors, of the allocator (CPU: resident memory), of tensors at the peak. fragmentation_share: share of
-    the reserved memory that lies unused between blocks in use; None on the CPU.
-    """
+    found: empty until then, and if measuring fails. parameters_bytes, gradients_bytes, optimizer_bytes, buffers_bytes:
+    memory that outlives the step. activations_bytes: what the step needed beyond that at its peak, temporary results
+    included; None where compiled code on a CPU hides it. allocated_bytes, reserved_bytes, peak_bytes: memory of
+    tensors, of the allocator (CPU: resident memory), of tensors at the peak. fragmentation_share: share of the reserved
+    memory that lies unused between blocks in use; None on the CPU."""
 
     def __init__(self, device: torch.device, guard: Guard) -> None:
         self.device, self.guard = device, guard

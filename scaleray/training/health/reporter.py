@@ -1,6 +1,5 @@
-"""Reports of a worker during training: lines for the user, a record of each step, utilisation of its node. It decides
-nothing.
-"""
+"""Reports of a worker during training: lines for the user, a record of each step, utilisation of its node. It makes no
+decisions."""
 
 from __future__ import annotations
 
@@ -25,11 +24,9 @@ SHORTEST_SAMPLING_S = 5.0
 
 
 class Reporter:
-    """Tells through `emit` what happens on this worker, and what all workers have in common on rank 0 alone.
-
-    step: gives the number of the last step. figures: gives what others measured in it, by metric name. guard: calls
-    whatever only watches, so that it cannot end the training.
-    """
+    """Reports through `emit` on this worker, and facts common to all workers only on rank 0. step: returns the number
+    of the last step. figures: returns other measurements of it, by metric name. guard: calls code that only observes,
+    so that its errors cannot end the training."""
 
     def __init__(
         self,
@@ -74,7 +71,7 @@ class Reporter:
                 self.say(text, is_warning=True)
 
     def after_launch(self) -> float:
-        """Bytes that this rank has sent in a step. Its figures are stored, which may be known later."""
+        """Count the bytes that this rank has sent in a step, and store other measurements, which may be known later."""
         before = self._sent_bytes
         self._sent_bytes = self.guard(Watcher.FIGURES, self._setup.parallel.bytes_sent, before, part="bytes sent")
         if self._is_first:
@@ -82,7 +79,7 @@ class Reporter:
         return self._sent_bytes - before
 
     def after_step(self, taken: StepRecord) -> None:
-        """Report a step with the notes and samples that belong to it."""
+        """Report a step with its notes and samples."""
         if self._is_first:
             numbers, strategy = self._kept.popleft(), self.job.recipe.strategy
             taken.more.update(self.guard(Watcher.FIGURES, lambda: known(numbers), {}, part=strategy))
@@ -111,7 +108,7 @@ class Reporter:
             self.say(text, is_warning=True)
 
     def _figures(self) -> Metrics:
-        """Measurements of the last step by the strategy, pruning and others."""
+        """Measurements of the last step by the strategy, pruning and other parts."""
         look, pruning = partial(self.guard, Watcher.FIGURES), self._setup.pruning
         return {
             **look(self._setup.parallel.metrics, {}, part=self.job.recipe.strategy),

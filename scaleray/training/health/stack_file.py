@@ -1,9 +1,8 @@
-"""Stacks of a process that cannot report itself: a file into which the interpreter's fault handler writes them.
+"""Stacks of a process that cannot report them itself: a file written by the interpreter's fault handler.
 
 Two cases leave no other trace: a C++ loop that holds the interpreter's lock, so that no other thread of the process
-runs, and a process that ends by a signal, as gloo ends one that receives more than it has room for. The fault handler
-runs in C, without the lock.
-"""
+runs, and a process that ends by a signal, as gloo ends one that receives more than fits. The fault handler runs in C,
+without the lock."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ LOCKED = "it holds Python's lock, so that no other thread of its process runs"
 
 
 class StackFile:
-    """The file of one rank. Only one can be in use in a process, as there is one fault handler."""
+    """The file of one rank. A process can have only one, since it has only one fault handler."""
 
     def __init__(self, path: Path, *, rank: int, world_size: int, node: str, process: int, thread_id: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,8 +37,8 @@ class StackFile:
         faulthandler.enable(self._file, all_threads=True)
 
     def expect_look(self, within_s: float) -> None:
-        """Schedule the stacks to be written unless this is called again within so many seconds. Earlier content is
-        removed: a process that calls this is running, so nothing holds the lock."""
+        """Schedule writing of the stacks unless this is called again within so many seconds. Removes earlier content: a
+        process that calls this is running, so nothing holds the lock."""
         if os.fstat(self._file.fileno()).st_size > self._length:
             os.write(self._file.fileno(), LOOKED.encode())  # the handler may be writing at this moment
             self._length = os.fstat(self._file.fileno()).st_size
@@ -61,9 +60,8 @@ class StackFile:
 
 
 def read_stacks(text: str, *, step: int, phase: str, recorded_at: float) -> RankDump | None:
-    """Account of a rank from its file; None if nothing was written, or not by `StackFile`. step and phase: the last
-    ones known of the rank.
-    """
+    """Account of a rank from its file; None if nothing was written, or not by `StackFile`. step and phase: the rank's
+    last known ones."""
     header = HEADER.match(text)
     _, fatal, body = text.rpartition(FATAL)
     why = body.partition("\n")[0]
@@ -91,7 +89,7 @@ def read_stacks(text: str, *, step: int, phase: str, recorded_at: float) -> Rank
 
 
 def user_lines(stack: StackSummary) -> tuple[Line, ...]:
-    """Innermost lines of a stack that are the user's own code, or its innermost lines. stack: outermost first."""
+    """Innermost lines of a stack in the user's own code, or else its innermost lines. stack: outermost first."""
     own = user_frames(stack) or stack[-1:]
     return tuple(as_line(frame) for frame in own[: -LINES_KEPT - 1 : -1])
 

@@ -45,8 +45,7 @@ def rank_dump(
 ) -> RankDump:
     """This rank's account. with_lines: look up lines of Python too. after_error: lines at which a collective's error
     was raised. read: calls one of torch's private functions, or returns the given default if that fails. since_ns: wall
-    clock; earlier collectives belong to a group that is gone.
-    """
+    clock; earlier collectives belong to a previous group."""
     reader = flight_recorder.entries_with_frames if with_lines else flight_recorder.entries_without_lines
     remembered = read(reader, None)
     entries = [one for one in remembered or () if int(one["time_created_ns"]) >= since_ns]
@@ -77,7 +76,7 @@ def rank_dump(
 
 
 def _stacks() -> dict[int, traceback.StackSummary]:
-    """The stacks of all threads but the calling one, outermost line first."""
+    """The stacks of all threads except the calling one, outermost line first."""
     frames = sys._current_frames()
     return {thread: traceback.extract_stack(f) for thread, f in frames.items() if thread != threading.get_ident()}
 
@@ -102,10 +101,9 @@ GROUP_VARIABLE = "WORKERS_STARTED_AT"
 
 
 class StallWatch:
-    """Context of a training, whose `look` a thread calls again and again. say: called once for each stall with its
-    place, for a worker on which no other one waits. group: name of this group of workers, the same on all of them; None
-    takes that of the environment. since_ns: wall clock from which collectives are those of this group.
-    """
+    """Context of a training, whose `look` a thread calls repeatedly. say: called once for each stall with its place,
+    for a worker that no other one waits for. group: name of this group of workers, the same on all of them; None takes
+    that of the environment. since_ns: wall clock from which collectives belong to this group."""
 
     def __init__(
         self,
@@ -149,7 +147,8 @@ class StallWatch:
                 self._watched(self._stacks.close)
 
     def look(self, since_s: float, may_tell: bool) -> None:
-        """Look once. since_s: how long the training has been in its phase; may_tell: whether it must not stay there."""
+        """Check once. since_s: seconds since the training entered its phase; may_tell: whether it must leave the
+        phase."""
         with self._lock:
             if not self._is_over:
                 self._watched(lambda: self._look(since_s, may_tell=may_tell))
@@ -206,9 +205,8 @@ class StallWatch:
             self.store.parent.delete_folder(self.store.name)
 
     def _dump(self, why: str, *, after_error: tuple[Line, ...] = ()) -> tuple[Line, ...]:
-        """Write the account, and return the lines at which the threads are. The first of its two parts needs nothing of
-        Python's state, since looking up lines can wait for locks.
-        """
+        """Write the account, and return the lines at which the threads are. The first of its two parts does not need
+        Python's state, since looking up lines can wait for locks."""
         about = partial(
             rank_dump,
             self.progress,

@@ -1,4 +1,5 @@
-"""Warn about MLflow runs that the user's code begins in a worker: their logs are not in this training's run."""
+"""Warn about MLflow runs that the user's code begins in a worker: values logged there are missing in this training's
+run."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class StrayRuns(Observer):
-    """Looks for a run of MLflow's library that the workload has begun. before: ids of runs that there were before it
-    was loaded, which are the user's, as is a script's that calls `scaleray.train`; None takes those of now."""
+    """Looks for a run of MLflow's library that the workload has begun. before: ids of runs from before it was loaded,
+    which are the user's, such as that of a script that calls `scaleray.train`; None: the current ones."""
 
     def __init__(self, reporter: Reporter, before: Sequence[str] | None = None) -> None:
         self.reporter = reporter
@@ -26,7 +27,7 @@ class StrayRuns(Observer):
         self._look()
 
     def close(self) -> None:
-        """Check once more, and end a stray run: the end of a worker would leave it RUNNING."""
+        """Check again, and end a stray run: the end of a worker would leave it RUNNING."""
         self._look()
         if (active := _active()) is not None and active.info.run_id not in self._before:
             sys.modules["mlflow"].end_run()
@@ -38,7 +39,8 @@ class StrayRuns(Observer):
 
 
 def stray(before: Sequence[str]) -> str:
-    """Warning about a run of MLflow's library that is active, or was the last one, and is none of these; else empty."""
+    """Warning about a run of MLflow's library that is active, or was the last one, and is not one of these; else
+    empty."""
     new = [run for run in run_ids() if run not in before]
     if not new:
         return ""
@@ -52,7 +54,7 @@ def stray(before: Sequence[str]) -> str:
 
 
 def run_ids() -> tuple[str, ...]:
-    """Ids of the active run of MLflow's library and of the last one that ended, as far as there are any."""
+    """Ids of the active run of MLflow's library and of the last one that ended, if any."""
     active, fluent = _active(), sys.modules.get("mlflow.tracking.fluent")
     # mlflow.last_active_run() would ask the server
     last = getattr(getattr(fluent, "_last_active_run_id", None), "get", lambda: None)()

@@ -1,8 +1,7 @@
 """Utilisation of this node, under the names that MLflow itself uses for system metrics.
 
-Figures of GPUs are NVML's: cudaMemGetInfo (`torch.cuda.mem_get_info`) makes a context on every device that it is asked
-about, several hundred MB each, on GPUs that belong to other workers (pytorch issues 86493, 103584).
-"""
+Figures of GPUs are NVML's: cudaMemGetInfo (`torch.cuda.mem_get_info`) creates a context on every queried device,
+several hundred MB each, even on GPUs of other workers (pytorch issues 86493, 103584)."""
 
 from __future__ import annotations
 
@@ -20,11 +19,8 @@ MB = 1e6  # bytes of a megabyte, as MLflow counts
 
 
 class SystemMetrics:
-    """Samples CPU, memory, disk, network and GPUs. The CPU's percentage is since the previous sample, what the network
-    carried since the first, as MLflow has it.
-
-    guard: each figure of each GPU may fail alone: MIG slices and vGPUs have some and not others.
-    """
+    """Samples CPU, memory, disk, network and GPUs. The CPU's percentage is since the previous sample, network traffic
+    since the first, as in MLflow. guard: each value of each GPU may fail alone: MIG slices and vGPUs have only some."""
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard

@@ -1,4 +1,4 @@
-"""Meaning of an error in a worker: its owner, its place, and the remedy for the user."""
+"""Explain an error in a worker: its owner, its place, and the remedy for the user."""
 
 from __future__ import annotations
 
@@ -31,10 +31,7 @@ from scaleray.workload import no_exit, user_traceback
 
 @contextlib.contextmanager
 def locating(now: Callable[[], tuple[TrainJob, int]], place: Place, progress: Progress) -> Iterator[None]:
-    """Context from which errors are raised as `located` has them.
-
-    now: gives the job and the number of its last step.
-    """
+    """Context whose errors are raised as by `located`. now: returns the job and the number of its last step."""
     try:
         with no_exit("the workload's code"):
             yield
@@ -49,11 +46,10 @@ def locating(now: Callable[[], tuple[TrainJob, int]], place: Place, progress: Pr
 def located(
     exc: Exception, place: Place, config: RunConfig, recipe: Recipe, *, step: int, steps_done: int
 ) -> Exception:
-    """The error as the run should raise it: with rank, node and step, unless its text has all that the user needs.
-    step: number of complete steps. steps_done: steps of this process.
+    """The error as the run should raise it: with rank, node and step, unless its text suffices for the user. step:
+    number of complete steps. steps_done: steps of this process.
 
-    step: how many are complete. steps_done: those that this process took.
-    """
+    step: how many are complete. steps_done: those that this process took."""
     where = f"rank {place.rank} on {place.node}"
     if isinstance(exc, (LeftEarly, PeerLostError)):
         return exc
@@ -94,7 +90,8 @@ def is_lost_peer(exc: BaseException) -> bool:
 
 
 def explained(exc: Exception) -> DataError | WorkloadError | None:
-    """Meaning of an error of torch for the user, if its text shows it; None for any other, such as an IndexError."""
+    """Explanation of an error of torch for the user, if its text suffices; None for any other, such as an
+    IndexError."""
     text = text_of(exc)
     if isinstance(exc, IndexError) and any(words in text for words in ("out of bounds", "index out of range in self")):
         return DataError(
@@ -115,15 +112,15 @@ def explained(exc: Exception) -> DataError | WorkloadError | None:
     if isinstance(exc, RuntimeError) and "mixed torch.Tensor and DTensor" in text:
         return WorkloadError.problem(
             "loss()",
-            "computes with a weight where a worker holds a part of it: "
-            "sharded weights are whole, or meet only their like, within the forward() of their own layers",
+            "computes with a weight of which a worker holds only a part: sharded weights can be used only within "
+            "the forward() of their own layers",
             "call the layers that have them, in a method or a part of the model; or use --strategy.name ddp or zero1",
         )
     if isinstance(exc, RuntimeError) and "Expected to have finished reduction in the prior iteration" in text:
         return WorkloadError.problem(
             "a trained parameter",
-            "has no gradient, as the loss of a step does not depend on it: "
-            "ddp waits for the gradient of every trained parameter in every step",
+            "has no gradient, because the loss of a step does not depend on it: ddp waits for the gradient of every "
+            "trained parameter in every step",
             "freeze them (requires_grad_(False) in build_model()), or use --strategy.find-unused-parameters",
         )
     if isinstance(exc, ValueError) and "more than 1 value per channel" in text:

@@ -1,4 +1,4 @@
-"""Current activity of a worker, sent by a thread of its own, which also detects that the worker hangs."""
+"""Current activity of a worker, sent by a separate thread, which also detects hangs."""
 
 from __future__ import annotations
 
@@ -70,22 +70,21 @@ class Progress:
         return collective_timeout_s * (1.0 if self.steps_done else FIRST_STEP_FACTOR)
 
     def is_new(self, phase: Phase) -> bool:
-        """Whether the training is in its first phase of this kind, so that it may compile and fill caches."""
+        """Whether this is the training's first phase of its kind, which may compile and fill caches."""
         return not self.steps_done or phase not in self.passed
 
 
 on_new: Callable[[Progress], None] | None = None
-"""Listener for each `Progress` that is made in this process: the watch of a group that runs many trainings."""
+"""Listener for each new `Progress` in this process: the watch of a group that runs many trainings."""
 
 
 class Watchdog:
-    """Reports progress at an interval. beat: takes (step, phase, seconds in it), gives what is asked of the worker,
+    """Reports progress at an interval. beat: takes (step, phase, seconds in it) and returns the requests to the worker,
     for which on_leave, on_save and on_links are called.
 
-    on_hang: called once with a sentence when the training thread has not left a watched phase for `limit_s`, or three
-    times that where it compiles or does something for the first time. look: called before that with the seconds in the
-    phase, and whether the training must not stay in it.
-    """
+    on_hang: called once with a sentence when the training thread has stayed in a watched phase for `limit_s`, or three
+    times that if it compiles or does something for the first time. look: called before that with the seconds in the
+    phase, and whether the training must leave it."""
 
     def __init__(
         self,
@@ -141,15 +140,15 @@ class Watchdog:
 
 
 def waits_for_others(thread_id: int) -> bool:
-    """Whether a thread is inside a collective, such as DDP's in a forward pass, or waits for its device: another worker
-    is to blame then."""
+    """Whether a thread is inside a collective, such as DDP's in a forward pass, or waits for its device: the cause is
+    then another worker."""
     frame = sys._current_frames().get(thread_id)
     return frame is not None and any(part in frame.f_code.co_filename for part in WAITS)
 
 
 def is_compiling(thread_id: int) -> bool:
     """Whether a thread is inside torch.compile's compiler, which also works in the middle of a training: for a batch of
-    another shape, or a first evaluation."""
+    a new shape, or a first evaluation."""
     frame = sys._current_frames().get(thread_id)
     while frame is not None:
         if frame.f_code.co_filename.endswith(COMPILERS):
@@ -159,7 +158,7 @@ def is_compiling(thread_id: int) -> bool:
 
 
 def where(thread_id: int) -> str:
-    """The place in the user's own code where a thread is, innermost first, or just the innermost one."""
+    """Current line of a thread in the user's own code, innermost first, or else its innermost line."""
     frame = sys._current_frames().get(thread_id)
     if frame is None:
         return "the thread is gone"

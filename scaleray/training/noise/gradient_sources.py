@@ -1,8 +1,7 @@
 """Sources of a step's gradients at two batch sizes: the workers, the first micro-batch, or the step before.
 
-Each source looks at gradients and changes none. A rank's accumulated gradient is that of the summed loss times
-`loss scale x divisor / expected count`. Multiplied by `correction`, as in the step, it is the mean gradient.
-"""
+Sources read gradients and do not change them. A rank's accumulated gradient is that of the summed loss times `loss
+scale x divisor / expected count`. Multiplied by `correction`, as in the step, it is the mean gradient."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from scaleray.training.setup.place import Place
 
 NOTHING = Parts(0.0, 0.0, 0.0)
 SPOILED = Parts(math.nan, math.nan, math.nan)
-"""Parts of a rank whose measurement failed: the rank keeps summing with the others, and the sum does not count."""
+"""Parts of a rank whose measurement failed: the rank still takes part in sums, which then do not count."""
 Look = Callable[[Callable[[], Any], Any], Any]
 """Function that calls code of this rank which may fail, and returns its result, or the second argument on failure.
 Collectives stay outside of it."""
@@ -34,8 +33,7 @@ class StepGradients:
     """A step whose gradients lie in the parameters, unscaled and before clipping. Counts are the loss's; rows are
     samples.
 
-    In a local step all figures are this rank's own; otherwise all but `own_count` are those of all ranks together.
-    """
+    In a local step all values are this rank's own; otherwise all but `own_count` are those of all ranks together."""
 
     correction: float
     loss_scale: float
@@ -63,7 +61,7 @@ class Seen:
 
 
 class Source(Protocol):
-    """Source that sees a step's gradients at another batch size than the whole batch."""
+    """Source of a step's gradients at another batch size than the whole batch."""
 
     def begin(self, *, is_local: bool) -> None:
         """Begin a measured step, or begin it again."""
@@ -83,7 +81,7 @@ class Source(Protocol):
 
 
 class Workers:
-    """Every worker's own gradient before it is combined with the others."""
+    """Each worker's own gradient before it is combined with the others."""
 
     def __init__(
         self, parallel: Parallel, parameters: Sequence[nn.Parameter], place: Place, view: View, look: Look
@@ -143,7 +141,7 @@ class Workers:
 
 
 class FirstMicroBatch:
-    """Gradient of a step's first micro-batch, which is alone in the parameters before the second one adds to it."""
+    """Gradient of a step's first micro-batch, read from the parameters before the second one adds to it."""
 
     def __init__(
         self, parallel: Parallel, parameters: Sequence[nn.Parameter], place: Place, view: View, look: Look
@@ -185,8 +183,8 @@ class FirstMicroBatch:
 
 
 class ConsecutiveSteps:
-    """This step's gradient and the last one's, as halves of a batch of two steps. Biased, as parameters move in
-    between."""
+    """This step's gradient and the last one's, as halves of a batch of two steps. Biased, since parameters move between
+    them."""
 
     def __init__(self, parallel: Parallel, parameters: Sequence[nn.Parameter], view: View, look: Look) -> None:
         self.parallel, self._view, self._look = parallel, view, look
@@ -238,8 +236,8 @@ class ConsecutiveSteps:
 
 
 def as_viewed(view: View, gradients: Mapping[nn.Parameter, torch.Tensor], look: Look) -> list[torch.Tensor]:
-    """Tensors whose common norm is that of the gradients as noise is measured on them; NaN where that fails, as the
-    ranks sum it all the same."""
+    """Tensors whose common norm is that of the gradients for measuring noise; NaN on failure, since the ranks still sum
+    it."""
     found: list[torch.Tensor] | None = look(lambda: view.all(gradients), None)
     if found is None:
         first, *rest = gradients.values()
@@ -248,7 +246,7 @@ def as_viewed(view: View, gradients: Mapping[nn.Parameter, torch.Tensor], look: 
 
 
 def gradients_in(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
-    """Gradients that lie in the parameters."""
+    """Gradients stored in the parameters."""
     return {p: p.grad for p in parameters if p.grad is not None}
 
 

@@ -1,8 +1,7 @@
 """Choice of the next trial of a grid, to find the fastest way to a target with few samples.
 
-Two trainings measure noise and throughput. Goodput over all batch sizes follows from them, and further trials are spent
-around its highest point: other rules there, then its neighbours, until all are slower or the budget is spent.
-"""
+Two trainings measure noise and throughput. Goodput over all batch sizes follows from them, and further trials explore
+its highest point: other rules there, then its neighbours, until all are slower or the budget is spent."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def adascale_gain(kappa: float, *, square: float, trace: float) -> float:
 
 
 SPREAD = 4
-"""Ratio of the two first batch sizes: their noise is then trusted over a range of 64."""
+"""Ratio of the first two batch sizes: their noise is then trusted over a range of 64."""
 WORTHWHILE = 0.9
 """Minimum predicted goodput of a neighbour, relative to the best measured one, for it to be tried."""
 NEVER_RAN = ("failed", "never fits")
@@ -51,9 +50,8 @@ NEVER_RAN = ("failed", "never fits")
 class Cell:
     """A setting of the grid. numbers: those of its trials, one for each seed; arm: everything but the batch size.
 
-    most_samples: samples of its whole training. same_as: equal for cells that are one training (every rule at the
-    reference batch).
-    """
+    most_samples: samples of its whole training. same_as: equal for cells of one training (every rule at the reference
+    batch)."""
 
     numbers: tuple[int, ...]
     batch_size: int
@@ -65,7 +63,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Result:
-    """Medians over the trials of a cell. samples: samples to the target; None where more than half missed it."""
+    """Medians over the trials of a cell. samples: samples to the target; None if more than half missed it."""
 
     cell: Cell
     samples: float | None
@@ -84,7 +82,7 @@ class Guide:
     reference: int
     workers: int = 1
     share: float = 0.2
-    """Maximum share of the samples that the whole grid would take."""
+    """Maximum share of the whole grid's samples."""
     by_place: dict[tuple[int, str], Cell] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -105,7 +103,8 @@ class Guide:
         return found
 
     def first_cells(self) -> list[Cell]:
-        """The two trainings that measure noise: at the reference batch, and at 4 times it or as near as there is."""
+        """The two trainings that measure noise: at the reference batch, and at 4 times its size or the nearest
+        available."""
         sizes = self.sizes
         first = min(sizes, key=lambda b: (abs(math.log(b / self.reference)), b))
         others = [size for size in sizes if size != first]
@@ -116,7 +115,7 @@ class Guide:
         return cells
 
     def next_cells(self, trials: Sequence[Trial]) -> list[Cell]:
-        """Cells to run now, which are independent of each other; None when the search is over."""
+        """Cells to run next, independent of each other; None when the search is over."""
         results = self.results(trials)
         if first := [cell for cell in self.first_cells() if (cell.batch_size, cell.arm) not in results]:
             return first
@@ -133,12 +132,12 @@ class Guide:
         return chosen
 
     def wanted_cells(self, trials: Sequence[Trial]) -> list[Cell]:
-        """Cells worth running after the first two, without regard to the budget, the most promising first."""
+        """Cells worth running after the first two, regardless of the budget, the most promising first."""
         outlook = self.outlook(trials)
         return [] if outlook is None else self._wanted(self.results(trials), outlook)
 
     def outlook(self, trials: Sequence[Trial]) -> Outlook | None:
-        """Samples, throughput and goodput of every batch size by the trials; None while none has reached the target."""
+        """Samples, throughput and goodput of every batch size by the trials; None until one has reached the target."""
         results = self.results(trials)
         return Outlook.of(self, results)
 
@@ -192,7 +191,7 @@ class Guide:
         return [cell for b in beside if goodput[b].value >= least for cell in self._unknown_arms(b, results)]
 
     def _unknown_arms(self, size: int, results: dict[tuple[int, str], Result]) -> list[Cell]:
-        """Cells of a batch size whose training has not run, each training once."""
+        """Cells of a batch size whose training has not run, one for each training."""
         cells = [self.by_place[size, arm] for arm in self.arms if (size, arm) in self.by_place]
         unknown = [cell for cell in cells if not self._is_known(cell, results)]
         return list({cell.same_as: cell for cell in reversed(unknown)}.values())[::-1]
@@ -208,7 +207,7 @@ class Guide:
 @dataclass(frozen=True)
 class Outlook:
     """Samples to the target, throughput and goodput at every batch size, measured or predicted. fastest: the fastest
-    cell of those that ran."""
+    cell that ran."""
 
     points: list[GoodputPoint]
     fastest: Result
@@ -217,7 +216,7 @@ class Outlook:
 
     @classmethod
     def of(cls, guide: Guide, results: dict[tuple[int, str], Result]) -> Outlook | None:
-        """Predict every batch size from the results; None while no cell has reached the target."""
+        """Predict every batch size from the results; None until a cell has reached the target."""
         reached = [r for r in results.values() if r.samples is not None and r.samples_per_s]
         if not reached:
             return None
@@ -290,8 +289,8 @@ def _fitted(guide: Guide, results: dict[tuple[int, str], Result]) -> ThroughputM
 
 
 def _rate(guide: Guide, size: int, results: dict[tuple[int, str], Result], throughput: ThroughputModel) -> Estimate:
-    """Samples per second at a batch size: measured by trials whose micro-batches were not cut to measure
-    noise, or by the model."""
+    """Samples per second at a batch size: measured by trials whose micro-batches were not reduced to measure noise, or
+    predicted by the model."""
     found = [
         r.samples_per_s for (b, _), r in results.items() if b == size and r.samples_per_s and r.cell.micro_size is None
     ]

@@ -1,9 +1,7 @@
-"""Meter of the gradient noise scale: it measures while a run trains, and keeps averages. It does not change the
-training.
+"""Meter of the gradient noise scale: measures during the training, without changing it, and keeps averages.
 
 Every `noise_scale.every_steps` steps: squared norms of gradients of two sizes, one small all-reduce, two averages. The
-arithmetic is in `scaling.noise.noise_scale`; `training.noise.sources` sees the gradients.
-"""
+arithmetic is in `scaling.noise.noise_scale`; `training.noise.sources` reads the gradients."""
 
 from __future__ import annotations
 
@@ -32,16 +30,15 @@ from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 
 FIRST_PRECONDITIONED_STEP = 6
-"""First step that is measured with preconditioning. Before it, Adam's second moments are those of a few gradients,
-which the next one is correlated with."""
+"""First step that is measured with preconditioning. Before it, Adam's second moments come from a few gradients, with
+which the next one is correlated."""
 CURVE_POINTS = 256
 
 
 class NoiseMeter:
-    """Measurement of the gradient noise scale from what a training step tells of its gradients.
+    """Measurement of the gradient noise scale from the gradients of training steps.
 
-    The methods that see gradients do nothing in a step that is not measured. All ranks call them alike.
-    """
+    The methods that read gradients do nothing in a step that is not measured. All ranks must call them."""
 
     def __init__(self, config: RunConfig, setup: Setup, place: Place, source: SourceName, guard: Guard) -> None:
         settings = config.noise_scale
@@ -60,7 +57,7 @@ class NoiseMeter:
         self._curve, self._windows = _Curve(), NoiseWindows()
         self._samples = 0
         self.is_measuring = False
-        """Whether the present step is measured."""
+        """Whether the current step is measured."""
         self._is_kept = False
         self._pending: tuple[Callable[[], Seen], StepGradients] | None = None
 
@@ -73,7 +70,7 @@ class NoiseMeter:
         return ConsecutiveSteps(parallel, parameters, self._view, self._look)
 
     def _look(self, look: Callable[[], Any], otherwise: Any) -> Any:
-        """Run a part of the measurement that concerns this rank alone, guarded. Collectives stay outside: a rank whose
+        """Run a guarded part of the measurement that concerns only this rank. Collectives stay outside: a rank whose
         measurement has failed takes part in them."""
         return self._guard(Watcher.NOISE, look, otherwise)
 
@@ -107,14 +104,14 @@ class NoiseMeter:
 
     @property
     def looks_at_gradients(self) -> bool:
-        """Whether `after_backward` measures in this step. It reads numbers from the device."""
+        """Whether `after_backward` measures in this step, which reads numbers from the device."""
         return self.is_measuring or self._is_kept
 
     def after_backward(
         self, norm: float | None, *, correction: float, loss_scale: float, count: float, own_count: float, num_rows: int
     ) -> None:
-        """Measure the step's gradients, which lie in the parameters, unscaled and not clipped. norm: norm of the mean
-        gradient, given at least where it was wanted. Collective, unless the step is local."""
+        """Measure the step's gradients in the parameters, unscaled and not clipped. norm: norm of the mean gradient,
+        given at least if it was wanted. Collective, unless the step is local."""
         if self.is_measuring:
             share = 0.0
             if norm is None or self.settings.preconditioned:
@@ -137,7 +134,7 @@ class NoiseMeter:
         self.is_measuring = False
 
     def _norm(self, correction: float) -> tuple[float, float]:
-        """(norm of the mean gradient as noise is measured on it, 0), or (0, this rank's share of its square)."""
+        """(norm of the mean gradient for measuring noise, 0), or (0, this rank's share of its square)."""
         gradients, parallel = (
             as_viewed(self._view, gradients_in(self.setup.parameters), self._look),
             self.setup.parallel,
@@ -173,11 +170,11 @@ class NoiseMeter:
         self._metrics = _metrics(self.averages)
 
     def metrics(self) -> dict[str, float]:
-        """The averages by metric name; the noise scale is left out while it is larger than can be resolved."""
+        """The averages by metric name; the noise scale is left out while it is too large to be resolved."""
         return self._metrics
 
     def values(self) -> dict[str, Any]:
-        """Averages with an interval, their method and their history, for the run's record."""
+        """Averages with an interval, their method and history, for the run's record."""
         averages = self.averages
         interval, effective = averages.interval(), self._windows.effective(self._sizes.large)
         return {
@@ -212,7 +209,8 @@ class NoiseMeter:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue with a checkpoint's averages, unless they are of another kind, or only they are biased."""
+        """Continue with a checkpoint's averages, unless they are of another kind, or biased while the current ones are
+        not."""
         averages = NoiseAverages.from_state(state["averages"])
         self._samples = int(state["samples"])
         if state["preconditioned"] != self.settings.preconditioned or averages.is_biased > self.averages.is_biased:
@@ -250,8 +248,8 @@ class _Sizes:
 
 
 class _Curve:
-    """Points (samples, noise scale) over the training, at most `CURVE_POINTS`: every second one is left out when there
-    are more."""
+    """Points (samples, noise scale) of the training, at most `CURVE_POINTS`: if there are more, every second one is
+    left out."""
 
     def __init__(self) -> None:
         self.points: list[tuple[int, float | None]] = []

@@ -1,9 +1,8 @@
 """Gradient noise: |G|^2, the trace of the gradient's covariance, and the batch size at which noise equals signal.
 
-The quantities are measured from the norms of gradients at two batch sizes. Both are unbiased; their ratio is not, so
-they are averaged apart and divided last. Sizes and noise scales are in samples. Source: McCandlish et al. 2018,
-arXiv:1812.06162, appendix A.1.
-"""
+The quantities are measured from the norms of gradients at two batch sizes. Both are unbiased but their ratio is not, so
+they are averaged separately and divided last. Sizes and noise scales are in samples. Source: McCandlish et al. 2018,
+arXiv:1812.06162, appendix A.1."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ MOST_WINDOWS = 64
 
 @dataclass(frozen=True)
 class NoiseSample:
-    """One measurement, unbiased in both quantities. `square`, an estimate of |G|^2, is often negative where noise is
+    """One measurement, unbiased in both quantities. `square`, an estimate of |G|^2, is often negative if noise is
     large; `trace` is that of one sample: gradients of B samples have a covariance of trace / B."""
 
     square: float
@@ -40,7 +39,7 @@ class Parts:
 
     @classmethod
     def of(cls, size: float, square: float) -> Parts:
-        """A single part with this squared norm of its mean gradient; one of size 0 counts nothing."""
+        """A single part with this squared norm of its mean gradient; a part of size 0 does not count."""
         return cls(size * square, size, 1.0) if size > 0 else cls(0.0, 0.0, 0.0)
 
     def __add__(self, other: Parts) -> Parts:
@@ -62,8 +61,7 @@ class Parts:
 def estimate(parts: Parts, *, whole_square: float, whole_size: float) -> NoiseSample | None:
     """|G|^2 and trace from parts of a batch and the squared norm of the whole batch's mean gradient.
 
-    The parts need not cover the batch. None where a norm is not finite, or the parts are no smaller than the whole.
-    """
+    The parts need not cover the batch. None if a norm is not finite, or the parts are not smaller than the whole."""
     if parts.size <= 0 or not (math.isfinite(parts.weighted_squares) and math.isfinite(whole_square)):
         return None
     small = parts.effective_size
@@ -75,11 +73,10 @@ def estimate(parts: Parts, *, whole_square: float, whole_size: float) -> NoiseSa
 
 
 class NoiseAverages:
-    """Exponential averages of |G|^2 and trace with bias correction, kept apart, and the noise scale that follows.
+    """Separate exponential averages of |G|^2 and trace with bias correction, and the resulting noise scale.
 
     The averages are sums of weighted values over the sum of weights, so that the first value counts fully; products are
-    kept too, for an interval. `state` gives and takes plain numbers, exact to the bit.
-    """
+    kept too, for an interval. `state` has plain numbers, exact to the bit."""
 
     FIELDS = ("weight", "weight_of_squares", "square", "trace", "square_square", "square_trace", "trace_trace")
 
@@ -88,12 +85,12 @@ class NoiseAverages:
         self.num_samples = 0
         self.num_rejected = 0
         self.is_biased = is_biased
-        """Whether the measurements come from consecutive steps: the noise scale is then too small where the learning
-        rate is high, as the gradient moves between them."""
+        """Whether the measurements come from consecutive steps: the noise scale is then too small at a high learning
+        rate, since the gradient moves between them."""
 
     def add(self, sample: NoiseSample | None, *, factor: float) -> bool:
-        """Add one measurement; `factor` in [0, 1] multiplies the weight of earlier ones. One that is missing or not
-        finite is only counted: the result is then False."""
+        """Add one measurement; `factor` in [0, 1] multiplies the weight of earlier ones. A missing or non-finite one is
+        only counted: the result is then False."""
         if sample is None or not (math.isfinite(sample.square) and math.isfinite(sample.trace)):
             self.num_rejected += 1
             return False
@@ -133,9 +130,8 @@ class NoiseAverages:
         """The noise scale with the interval of Fieller 1954 (doi:10.1111/j.2517-6161.1954.tb00159.x), whose upper end
         is infinite if |G|^2 may be 0 within its noise. None for fewer than 3 effective measurements.
 
-        Measurements are taken as independent, which gradients of other samples are; a drift of the true values widens
-        the interval.
-        """
+        Measurements are assumed independent, as gradients of different samples are; a drift of the true values widens
+        the interval."""
         sums = self._sums
         effective = sums["weight"] ** 2 / sums["weight_of_squares"] if self.num_samples else 0.0
         if effective < 3:
@@ -168,7 +164,7 @@ class NoiseAverages:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> NoiseAverages:
-        """The averages that `state` described."""
+        """The averages of a `state`."""
         averages = cls(is_biased=bool(state["is_biased"]))
         averages._sums = {name: float(state[name]) for name in cls.FIELDS}
         averages.num_samples, averages.num_rejected = int(state["num_samples"]), int(state["num_rejected"])
@@ -179,11 +175,10 @@ class NoiseAverages:
 
 
 class NoiseWindows:
-    """Plain sums of measurements over stretches of a training, at most `MOST_WINDOWS` of equally many measurements.
+    """Plain sums of measurements over parts of a training: at most `MOST_WINDOWS`, with equally many measurements.
 
     The samples that a whole training takes at another batch size depend on the noise of every part of it. An average of
-    |G|^2 over the whole training is that of its beginning, where gradients are largest.
-    """
+    |G|^2 over the whole training is dominated by its beginning, where gradients are largest."""
 
     FIELDS = ("until", "count", "s", "t", "ss", "st", "tt")
 
@@ -192,7 +187,7 @@ class NoiseWindows:
         self._a_window = 1
 
     def add(self, sample: NoiseSample, *, at_samples: int) -> None:
-        """Add a measurement that was taken after so many samples of training."""
+        """Add a measurement taken after so many samples of training."""
         s, t = sample.square, sample.trace
         new = [float(at_samples), 1.0, s, t, s * s, s * t, t * t]
         if self._rows and self._rows[-1][1] < self._a_window:
@@ -207,10 +202,9 @@ class NoiseWindows:
     def effective(self, batch_size: float, *, num_parts: int = 8) -> Estimate | None:
         """The one noise scale that represents the whole training with batches of this size, with a 95 % interval.
 
-        With phi_w of each part of the training, a training to the same end with batches of B takes (phi + B) / (phi +
-        B_0) times as many samples as this one of B_0, where 1 / (phi + B_0) is the mean of 1 / (phi_w + B_0) over its
-        samples. None for fewer than 2 measurements a part.
-        """
+        With phi_w of each part of the training, a training with batches of B to the same loss takes (phi + B) / (phi +
+        B_0) times as many samples as this one with B_0, where 1 / (phi + B_0) is the mean of 1 / (phi_w + B_0) over its
+        samples. None for fewer than 2 measurements a part."""
         rows = self._in_parts(num_parts)
         if len(rows) < 2 or min(row[1] for row in rows) < 2:
             return None
@@ -237,7 +231,7 @@ class NoiseWindows:
         return {"a_window": self._a_window, "rows": [list(row) for row in self._rows]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the sums and counts that `state` gave."""
+        """Restore the sums and counts of a `state`."""
         self._a_window, self._rows = int(state["a_window"]), [[float(v) for v in row] for row in state["rows"]]
 
     def _in_parts(self, num_parts: int) -> list[list[float]]:
@@ -251,8 +245,8 @@ class NoiseWindows:
 
 
 def forgetting(factor: float, *, batch_size: float, reference_batch_size: float, num_steps: int = 1) -> float:
-    """Factor of the weight of earlier measurements after `num_steps` steps, such that averages reach equally far back
-    in samples whatever the batch: factor^(steps x B / B_ref). Source: AdaptDL's `gradient_noise_scale.py`."""
+    """Factor of the weight of earlier measurements after `num_steps` steps, such that averages reach back equally many
+    samples for any batch size: factor^(steps x B / B_ref). Source: AdaptDL's `gradient_noise_scale.py`."""
     return factor ** (num_steps * batch_size / reference_batch_size)
 
 

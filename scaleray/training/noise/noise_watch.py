@@ -1,4 +1,4 @@
-"""Measurement of a run's gradient noise, if it is on: behind a guard, as the training does not depend on it."""
+"""Measurement of a run's gradient noise, if enabled: behind a guard, since the training does not depend on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scaleray.training.setup.place import Place
 
 
 class NoiseWatch(Observer):
-    """Owner of a run's meter. Without a meter, every method does nothing. kept: state of the run that is continued."""
+    """Owner of a run's meter. Without a meter, every method does nothing. kept: state of the continued run."""
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
@@ -24,8 +24,8 @@ class NoiseWatch(Observer):
         self.kept: dict[str, Any] | None = None
 
     def start(self, config: RunConfig, recipe: Recipe, setup: Setup, place: Place, say: Say) -> NoiseMeter | None:
-        """Make the meter once micro-batches are known. Collective if noise is measured. say: called with the method,
-        which rank 0 shows."""
+        """Create the meter once micro-batches are known. Collective if noise is measured. say: called with the method,
+        which rank 0 logs."""
         if config.noise_scale.measure is False:
             return None
         source = noise_source(

@@ -1,9 +1,6 @@
-"""Gradients as noise is measured on them: as they are, or as Adam's update sees them, divided by the root of its second
-moment.
+"""Gradients for measuring noise: as they are, or divided by the root of Adam's second moment, as in its update.
 
-For the division, small tensors are laid end to end and handled as one: in a small model, dispatching
-operations is what costs.
-"""
+For the division, small tensors are concatenated: in a small model, most of the cost is dispatching operations."""
 
 from __future__ import annotations
 
@@ -16,12 +13,13 @@ from torch.distributed.tensor import DTensor
 
 Gradients = Mapping[nn.Parameter, torch.Tensor]
 SMALL_NUMEL = 2**16
-"""Largest number of elements of a small tensor. Up to it several operations on a tensor cost more to dispatch than to
-compute. Room for larger tensors, and divisors that are kept for a step, would take the memory of a model."""
+"""Largest number of elements of a small tensor. Up to this size, several operations on a tensor cost more to dispatch
+than to compute. Buffers for larger tensors, and their divisors kept for a step, would take as much memory as a
+model."""
 
 
 class Row:
-    """Buffer for the values of some parameters, end to end; zero for parameters without a value."""
+    """Buffer for the concatenated values of some parameters; zero for parameters without a value."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         first = parameters[0]
@@ -38,10 +36,8 @@ class Row:
 
 
 class View:
-    """Gradients as they are. `begin` and `end` enclose a step in which they are looked at.
-
-    small: parameters whose gradients are laid end to end.
-    """
+    """Gradients as they are. `begin` and `end` enclose a measured step. small: parameters whose gradients are
+    concatenated."""
 
     def __init__(self, small: Sequence[nn.Parameter] = ()) -> None:
         self.small = dict.fromkeys(small)
@@ -51,11 +47,11 @@ class View:
         """Begin a step whose gradients are measured, or begin it again."""
 
     def end(self) -> None:
-        """Forget everything about the step."""
+        """Release everything stored for the step."""
 
     def all(self, gradients: Gradients) -> list[torch.Tensor]:
-        """Tensors whose common norm is that of these gradients; for the same parameters always the same tensors. They
-        may be overwritten by the next call."""
+        """Tensors whose common norm is that of these gradients; always the same tensors for the same parameters. The
+        next call may overwrite them."""
         found = [self.large(p, gradient) for p, gradient in gradients.items() if p not in self.small]
         small = {p: gradient for p, gradient in gradients.items() if p in self.small}
         if not small:
@@ -64,20 +60,19 @@ class View:
         return [self.flat(self._row.put(small)), *found]
 
     def flat(self, values: torch.Tensor) -> torch.Tensor:
-        """Small gradients, end to end, as noise is measured on them. May overwrite `values`."""
+        """Small gradients for measuring noise, concatenated. May overwrite `values`."""
         return values
 
     def large(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient of a parameter that is not small, as noise is measured on it."""
+        """A large parameter's gradient for measuring noise."""
         return gradient
 
 
 class Preconditioned(View):
-    """Gradients divided by sqrt(v / (1 - beta_2^t)) + epsilon, with v and t as they are before the update; gradients of
-    parameters without state are left as they are.
+    """Gradients divided by sqrt(v / (1 - beta_2^t)) + epsilon, with v and t from before the update; gradients of
+    parameters without state are unchanged.
 
-    parameters: trained parameters of this rank.
-    """
+    parameters: trained parameters of this rank."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         small = [p for p in parameters if not isinstance(p, DTensor) and p.numel() <= SMALL_NUMEL]
@@ -89,7 +84,7 @@ class Preconditioned(View):
         self._divisor: torch.Tensor | None = None
 
     def begin(self) -> None:
-        """Read the step counts, and make the small tensors' divisor."""
+        """Read the step counts, and compute the small tensors' divisor."""
         self.end()
         for group in self.optimizer.param_groups:
             states = {p: state for p in group["params"] if "exp_avg_sq" in (state := self.optimizer.state.get(p, {}))}
@@ -115,15 +110,15 @@ class Preconditioned(View):
             place.div_(scale).add_(eps)
 
     def end(self) -> None:
-        """Forget the step counts and divisors."""
+        """Release the step counts and divisors."""
         self._scales, self._divisor = {}, None
 
     def flat(self, values: torch.Tensor) -> torch.Tensor:
-        """The small gradients divided."""
+        """The small gradients, divided."""
         return values if self._divisor is None else values.div_(self._divisor)
 
     def large(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient divided, in a tensor of its own: roots are not kept, as they would take the memory of a
+        """The gradient, divided, in a new tensor: roots are not stored, since they would take as much memory as a
         model."""
         if parameter not in self._scales:
             return gradient
@@ -144,7 +139,7 @@ class Preconditioned(View):
 
 
 class OwnNorm:
-    """The norm of a gradient that comes piece by piece, each of which is overwritten soon."""
+    """Norm of a gradient that arrives in pieces, each of which is soon overwritten."""
 
     def __init__(self, view: View) -> None:
         self.view = view
@@ -154,7 +149,7 @@ class OwnNorm:
         self._has_small = False
 
     def add(self, parameter: nn.Parameter) -> None:
-        """Add the gradient that lies in a parameter."""
+        """Add the gradient stored in a parameter."""
         gradient, place = parameter.grad, self._places.get(parameter)
         assert gradient is not None
         if place is not None and not gradient.is_sparse:
@@ -168,7 +163,7 @@ class OwnNorm:
         self._norms.append(value)
 
     def take(self) -> list[torch.Tensor]:
-        """Norms of the pieces that came since the last call; they are then forgotten."""
+        """Norms of the pieces since the last call, which are then discarded."""
         if self._has_small and self._row is not None:
             self._norms.append(norm(self.view.flat(self._row.values)))
         taken = self._norms
@@ -176,7 +171,7 @@ class OwnNorm:
         return taken
 
     def forget(self) -> None:
-        """Drop all pieces so far: the step begins again."""
+        """Discard all pieces: the step begins again."""
         if self._has_small and self._row is not None:
             self._row.values.zero_()
         self._norms, self._has_small = [], False

@@ -1,10 +1,9 @@
-"""Which batch size learns fastest: goodput = samples per second x what a sample in a batch of that size is worth.
+"""Batch size with the fastest learning: goodput = samples per second x worth of a sample in a batch of that size.
 
-Worth is counted against samples at a reference batch size, by the gradient noise scale (`noise_scale`). Sources:
-McCandlish et al. 2018, arXiv:1812.06162 (trade-off of steps and examples); Johnson et al. 2020, AdaScale,
-arXiv:2007.05105 (gain); Qiao et al. 2021, Pollux, OSDI 2021 (goodput, throughput). Batch sizes are samples of the
-global batch, times are seconds.
-"""
+Worth is relative to samples at a reference batch size, by the gradient noise scale (`noise_scale`). Sources: McCandlish
+et al. 2018, arXiv:1812.06162 (trade-off of steps and examples); Johnson et al. 2020, AdaScale, arXiv:2007.05105 (gain);
+Qiao et al. 2021, Pollux, OSDI 2021 (goodput, throughput). Batch sizes are samples of the global batch, times are
+seconds."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from scaleray.records.sweep_record import GoodputPoint
 TRUSTED_FACTOR = 4.0
 """Largest ratio of a batch size to a measured one at which the noise scale measured there is trusted. Steps predicted
 from the smallest batch of Pollux's own traces are 2 to 8 % too many at 4 x, 31 to 72 % at 32 x: a larger batch trains
-at another temperature."""
+at another noise temperature."""
 
 
 def statistical_efficiency(batch_size: float, *, reference: float, noise_scale: float) -> float:
@@ -41,7 +40,7 @@ class TradeOff:
 
     @property
     def critical_batch_size(self) -> float:
-        """Batch size at which steps and samples are both twice their least."""
+        """Batch size at which steps and samples are both twice their minimum."""
         return self.least_samples / self.least_steps
 
     def steps(self, batch_size: float) -> float:
@@ -57,8 +56,7 @@ def fit_trade_off(batch_sizes: Sequence[float], steps: Sequence[float]) -> Trade
     """Fit (S / S_min - 1) (E / E_min - 1) = 1 to trainings that reached their target; None for fewer than two sizes.
 
     The fit is S = S_min + E_min / B, by least squares of relative errors; a part that comes out below 0 is set to a
-    thousandth of a step or sample, which says that these sizes do not show it.
-    """
+    thousandth of a step or sample, which means that these sizes do not determine it."""
     import numpy as np
     from scipy.optimize import nnls
 
@@ -114,10 +112,9 @@ class MeasuredStep:
 
 def fit_throughput(measured: Sequence[MeasuredStep], *, workers: int = 1) -> ThroughputModel:
     """Fit the step time as a fixed cost a pass and a cost a row, by least squares of log time. At one number of workers
-    their communication is a constant too, and lies in the fixed cost.
+    their communication is constant as well, and part of the fixed cost.
 
-    A single size gives time in proportion to rows. Raises ConfigError when nothing was measured.
-    """
+    With a single size, time is proportional to rows. Raises ConfigError if nothing was measured."""
     import numpy as np
     from scipy.optimize import least_squares, nnls
 
@@ -157,11 +154,10 @@ def is_trusted(batch_size: float, noises: Sequence[Noise]) -> bool:
 
 
 def predict_samples(batch_size: int, *, known: Mapping[int, float], noises: Sequence[Noise]) -> Estimate:
-    """Samples to a target at a batch size, from those at the sizes of `known`, of which there is one at least.
+    """Samples to a target at a batch size, from those at the sizes of `known`, which must not be empty.
 
     At a known size the result is its value; between two of them it is interpolated on logarithms, with an interval
-    within the two; beyond them it follows from the nearest size, by the noise scale that was measured nearest to it.
-    """
+    within the two; beyond them it follows from the nearest size, by the noise scale measured nearest to that size."""
     if batch_size in known:
         return Estimate(known[batch_size], known[batch_size], known[batch_size])
     below = max((size for size in known if size < batch_size), default=None)
@@ -192,8 +188,8 @@ def goodput_point(
     is_trusted: bool,
     is_measured: bool,
 ) -> GoodputPoint:
-    """Goodput in samples of the reference batch per second. to_target: samples that the target takes at this batch
-    size; reference_to_target: samples that it takes at the reference."""
+    """Goodput in samples of the reference batch per second. to_target: samples to the target at this batch size;
+    reference_to_target: samples to it at the reference."""
     worth = Estimate(
         reference_to_target / to_target.value, reference_to_target / to_target.high, reference_to_target / to_target.low
     )

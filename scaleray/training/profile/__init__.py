@@ -1,1 +1,1 @@
-"""Measurements that a worker takes in every run: the time of its phases. Without them the weights are the same."""
+"""Measurements that a worker takes in every run, such as the time of its phases. They do not affect the weights."""

@@ -1,8 +1,7 @@
 """Times at which this rank arrives at the collectives of each step, for a comparison of ranks after the run.
 
-Nothing is sent for it: each rank keeps its own timestamps, and `profiling/lateness.py` matches those of all ranks. On a
-GPU a timestamp is an event in the stream that passes it: that code has been reviewed, not run.
-"""
+Nothing is sent: each rank stores its own timestamps, and `profiling/lateness.py` matches those of all ranks. On a GPU a
+timestamp is an event in a stream: that code has been reviewed, not run."""
 
 from __future__ import annotations
 
@@ -30,15 +29,15 @@ from scaleray.training.setup.place import Place
 MOST_ROWS = 500
 """Number of stored steps: enough to separate a steady delay from chance, and small enough for a thousand ranks."""
 MOST_RECENT = 64
-"""Steps that a sample of the running training covers."""
+"""Most steps covered by one sample of the running training."""
 CHUNK = 64
-"""Steps that are added to the table at a time."""
+"""Steps added to the table at a time."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class ArrivalTimes(Observer):
-    """Records when this rank arrives at the collectives of a step, the begin of its last backward pass, and the end of
-    its wait after that. at_phase: called when a phase begins."""
+    """Records when this rank arrives at the collectives of a step, the beginning of its last backward pass, and the end
+    of its wait after that. at_phase: called when a phase begins."""
 
     def __init__(self, at_phase: dict[Phase, Callable[[], None]], place: Place, guard: Guard) -> None:
         self.at_phase, self.place, self.guard = at_phase, place, guard
@@ -69,7 +68,7 @@ class ArrivalTimes(Observer):
         self._number = number
 
     def after_launch(self) -> None:
-        """Store the times of the step; before the collectives are known, let the strategy find them."""
+        """Store the times of the step; until the collectives are known, let the strategy find them."""
         if self._places is None:
             if self._source is not None:
                 self.guard(Watcher.FIGURES, self._settle, None, part="arrivals")
@@ -108,7 +107,7 @@ class ArrivalTimes(Observer):
         )
 
     def take_recent(self) -> list[list[float]]:
-        """Rows of the steps since the last call: number, begin, seconds to the end, and to each collective."""
+        """Rows of the steps since the last call: number, beginning, seconds to the end, and to each collective."""
         self._take_known()
         rows = list(self._recent)
         self._recent.clear()
@@ -121,7 +120,7 @@ class ArrivalTimes(Observer):
         collectives = look(self._parallel.collectives, none, part="collectives")
         arrivals = look(self.measurements, None, part="arrivals")
         why = "" if arrivals is not None or self.place.world_size == 1 else self._why_not()
-        notes = (f"how late ranks come to collectives: not measurable, as {why}",) if why else ()
+        notes = (f"lateness of ranks at collectives: not measurable, because {why}",) if why else ()
         # what marks the phases knows this object: the model would stay until Python looks for circles
         del self._parallel
         return dataclasses.replace(
@@ -129,9 +128,9 @@ class ArrivalTimes(Observer):
         )
 
     def _why_not(self) -> str:
-        """Why nothing is known of when this rank came to collectives."""
+        """Reason why this rank's arrivals at collectives are unknown."""
         if self._parallel.no_arrivals or self._parallel.arrivals is None:
-            return self._parallel.no_arrivals or "the strategy does not tell when it communicates"
+            return self._parallel.no_arrivals or "the strategy does not report when it communicates"
         return "it takes some steps to find the collectives, and the training ended before"
 
     def _settle(self) -> None:
@@ -174,7 +173,7 @@ class ArrivalTimes(Observer):
             self._fold()
 
     def _fold(self) -> None:
-        """Put the last steps into the table, in which older ones are thinned out evenly, alike on all ranks."""
+        """Add the last steps to the table, in which older ones are thinned out evenly and equally on all ranks."""
         if not self._chunk:
             return
         values = np.array(self._chunk).reshape(-1, self._rows.shape[1])
@@ -189,11 +188,11 @@ class ArrivalTimes(Observer):
 
 
 Pass = tuple[Any, Any, list[Any]]
-"""An earlier backward pass of a step: its begin, its end, and the times of its collectives."""
+"""An earlier backward pass of a step: its beginning, its end, and the times of its collectives."""
 
 
 class StepMoments(NamedTuple):
-    """Times of a step, as recorded; NaN for a collective that it did not reach."""
+    """Recorded times of a step; NaN for a collective that it did not reach."""
 
     number: int
     begun: Any
@@ -202,12 +201,11 @@ class StepMoments(NamedTuple):
     earlier: list[Pass]
 
     def row(self, seconds: Callable[[Any, Any], float], met_at: float) -> list[float]:
-        """Number of collectives, and times of the begin, the end and each place. seconds: from one timestamp to
-        another; met_at: time of the end.
+        """Number of collectives, and times of the beginning, the end and each place. seconds: between two timestamps;
+        met_at: time of the end.
 
-        Passes of micro-batches before the last one, in which no rank waits, are counted as if each had taken place
-        together with it, part by part: a delay in some layers then shows as lateness at these layers.
-        """
+        Passes of micro-batches before the last one, in which no rank waits, are added to it part by part, so that a
+        delay in some layers shows as lateness at these layers."""
         earlier_s, before = 0.0, [0.0] * len(self.came)
         for begun, end, came in self.earlier:
             earlier_s += seconds(begun, end)
@@ -241,25 +239,25 @@ class HostStamps:
         return BOOT_ID.read_text().strip() if BOOT_ID.exists() else f"rank {rank}"
 
     def add(self, step: StepMoments) -> None:
-        """Keep the moments of a step."""
+        """Store the times of a step."""
         if step.earlier:
             self._known.append(step.row(lambda begin, end: end - begin, step.met))
         else:
             self._known.append([step.number, step.begun, step.met, *step.came])
 
     def next_known(self) -> list[float] | None:
-        """The row of the next step in order; None while it is not known."""
+        """The row of the next step in order; None until it is known."""
         return self._known.popleft() if self._known else None
 
     def wait(self) -> None:
-        """Wait until all are known."""
+        """Wait until all times are known."""
 
 
 class DeviceStamps:
-    """Times at which a device passes, as events. The end of a step is its time 0: no clock is shared."""
+    """Times on a device, as events. The end of a step is time 0: no clock is shared."""
 
     at_a_time = 1
-    """See `HostStamps`: events are read, and free for others, as soon as the device has passed them."""
+    """See `HostStamps`: events are read, and reused, as soon as the device has passed them."""
 
     def __init__(self, make_event: Callable[[], Any] | None = None) -> None:
         self._make = make_event or (lambda: torch.cuda.Event(enable_timing=True))

@@ -1,9 +1,8 @@
-"""How fast each pair of ranks sends to each other, one pair after another.
+"""Bandwidth between each pair of ranks, one pair after another.
 
-Off the path of training: when one that is profiled has ended, and in a run where the alert of slow links asks for it,
-see `link_watch.py`. Between many ranks of several nodes only the first
-of each node takes part, as ranks of a node share its links.
-"""
+Off the path of training: at the end of a profiled training, and in a run when the alert of slow links requests it, see
+`link_watch.py`. Between many ranks of several nodes only the first of each node takes part, since a node's ranks share
+its links."""
 
 from __future__ import annotations
 
@@ -19,14 +18,15 @@ from scaleray.training.setup.place import Place
 
 FIRST_BYTES, MOST_BYTES = 2**16, 2**22
 LONGEST_S = 0.25
-"""Seconds that one message should take at most: on a slow link it is a shorter one."""
+"""Longest time of one message in seconds: on a slow link the message is shorter."""
 REPEATS = 3
 MOST_RANKS = 8
-"""Ranks of which each pair is measured; of more, the first of each node, and of these the first."""
+"""Most ranks whose pairs are all measured; if there are more, only the first of each node, and of these the first
+ones."""
 
 
 def probe_links(place: Place, *, limit_s: float = math.inf) -> list[LinkRow]:
-    """Bandwidth from this rank to each other one that takes part; after `limit_s` no further pair is begun. Collective
+    """Bandwidth from this rank to each other participating one; after `limit_s` no further pair is begun. Collective
     over all ranks."""
     rows, until = [], time.monotonic() + limit_s
     for first, second in itertools.combinations(_taking_part(place), 2):
@@ -50,7 +50,7 @@ def _taking_part(place: Place) -> list[int]:
 
 
 def _sent(place: Place, to: int) -> LinkRow:
-    """Send some messages and wait for each one's answer; the best of them counts."""
+    """Send some messages and wait for each one's answer; the best one counts."""
     _took_s(place, to, FIRST_BYTES)  # connects
     first_s = _took_s(place, to, FIRST_BYTES)
     size = int(min(MOST_BYTES, max(FIRST_BYTES, FIRST_BYTES * LONGEST_S / max(first_s, 1e-9))))

@@ -1,8 +1,7 @@
 """Slow links of a running training: its pairs of ranks are measured on request.
 
-A collective cannot show which link is slow, as all ranks end it together. The measurement follows a step that all ranks
-agree on and takes some seconds at most; the training waits meanwhile, and its numbers stay the same.
-"""
+A collective cannot show which link is slow, since all ranks end it together. The measurement follows a step that all
+ranks agree on and takes some seconds at most; the training waits meanwhile, and its numbers stay the same."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from scaleray.training.setup.place import Place
 LONGEST_S = 10.0
 """Seconds after which no further pair is measured."""
 LEAST_FREE_BYTES = 2**30
-"""Memory of a GPU that must be free: NCCL takes some for every pair that has not met before."""
+"""Free memory of a GPU that is needed: NCCL takes some for every new pair."""
 
 
 class AsksForLinks(Protocol):
@@ -32,13 +31,13 @@ class AsksForLinks(Protocol):
 
 
 class LinkWatch(Observer):
-    """Measures the links after a step for which it was asked. emit: takes what rank 0 says of it."""
+    """Measures the links after a step on request. emit: receives rank 0's messages about it."""
 
     def __init__(self, place: Place, asks: AsksForLinks | None, *, emit: Emit, guard: Guard) -> None:
         self.place, self.asks, self._emit, self._guard = place, asks, emit, guard
 
     def after_step(self, taken: StepRecord) -> None:
-        """Measure, if all ranks were asked to with this step. Collective then."""
+        """Measure if all ranks were requested to with this step. Collective then."""
         if self.asks is None or self.place.world_size == 1 or not self.asks.asks_for_links(taken.signals):
             return
         self._guard(Watcher.FIGURES, lambda: self._measure(taken.step), None, part="links")
@@ -53,7 +52,7 @@ class LinkWatch(Observer):
             return
         found = slow_link(rows)
         self._emit(LinksMeasured(step, *slowest(rows)))
-        text = in_words(found) if found else f"which one is slow is not known: {why_not(rows, self.place.world_size)}"
+        text = in_words(found) if found else f"the slow one is not known: {why_not(rows, self.place.world_size)}"
         self._say(step, f"measured after step {step}: {text}", "warning" if found else "info")
 
     def _say(self, step: int, text: str, kind: str) -> None:

@@ -1,8 +1,7 @@
 """Marks between the phases of a step, and the time from each to the next.
 
 On the CPU a mark is a reading of the clock. On a GPU it is an event in the stream that computes, which costs the host
-two microseconds and is read when the device has long passed it: with CUDA that has been reviewed, not run.
-"""
+two microseconds and is read long after the device has passed it: the CUDA code has been reviewed, not run."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ from scaleray.records.phases import PARTS, Phase
 
 OTHER, EVALUATION = PARTS.index(Phase.OTHER), PARTS.index(Phase.EVALUATION)
 COLUMN_OF: dict[str, int] = {**dict.fromkeys(Phase, OTHER), **{part: column for column, part in enumerate(PARTS)}}
-"""Place of each phase among the parts of a step."""
+"""Index of each phase among the parts of a step."""
 
 MOST_MARKS = 64
-"""Of a step that waits in line; one of several micro-batches or with an evaluation may have thousands."""
+"""Most marks of a step in the queue; a step with several micro-batches or an evaluation may have thousands."""
 
 StepParts = tuple[float, list[float]]
-"""Seconds of a step by the clock of the training, and of its parts."""
+"""Seconds of a step by the training's clock, and of its parts."""
 
 
 Told = Mapping[Phase, Callable[[], None]]
@@ -36,21 +35,21 @@ class Marks(Protocol):
 
     told: Told
     at_a_time: int
-    """Steps after which it is worth asking for those that are known."""
+    """Number of steps after which reading known times is worthwhile."""
 
     def mark(self, phase: Phase) -> None:
-        """Note that a phase begins, and the one before ends."""
+        """Note that a phase begins and the previous one ends."""
 
     def as_evaluation(self, now: float) -> float:
-        """Note that what was done since the last step was an evaluation; host seconds of it. now: reading of the
+        """Note that the time since the last step was an evaluation; returns its host seconds. now: reading of the
         training's clock, `time.perf_counter`."""
 
     def end_step(self, step_s: float, now: float) -> None:
-        """Note that a step ends, and the next one begins in the same phase. now: as in `as_evaluation`: with a reading
-        of its own, a process that is held up between the two would miss that time."""
+        """Note that a step ends, and the next one begins in the same phase. now: as in `as_evaluation`: with two
+        separate readings, a delay between them would be missed."""
 
     def next_known(self) -> StepParts | None:
-        """The next step whose times are known, in order; None while there is none."""
+        """The next step whose times are known, in order; None until there is one."""
 
     def wait(self) -> None:
         """Wait until the times of all steps are known."""
@@ -102,7 +101,7 @@ def _spent(marks: Sequence[tuple[int, float]], end: float) -> list[float]:
 
 
 def _drawn_together(marks: Sequence[tuple[int, float]], end: float) -> list[tuple[int, float]]:
-    """One mark for each part, with the same seconds between them in all."""
+    """One mark for each part, with the same total seconds between them."""
     found, at = [], marks[0][1]
     for column, seconds in enumerate(_spent(marks, end)):
         if seconds:
@@ -112,7 +111,7 @@ def _drawn_together(marks: Sequence[tuple[int, float]], end: float) -> list[tupl
 
 
 class DeviceMarks:
-    """Marks by events that a device passes. make_event: gives an event that takes its time."""
+    """Marks by events on a device. make_event: creates an event that records its time."""
 
     at_a_time = 1  # events are free for others as soon as they are read
 

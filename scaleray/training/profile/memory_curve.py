@@ -1,9 +1,8 @@
-"""Memory of a worker over time, and the moment when it had most.
+"""Memory of a worker over time, and the time of its peak.
 
-A look at the allocator's books costs a tenth of a millisecond, so that most steps have none. The CPU has no books, only
-what the system counts for the whole process: its peak is asked for after a step, in ten microseconds, and after short
-steps not each time. The half for CUDA has been reviewed, not run.
-"""
+Reading the allocator's statistics costs a tenth of a millisecond, so most steps are not sampled. The CPU has none, only
+the system's counts for the whole process: its peak is read after a step, in ten microseconds, but not after each short
+step. The CUDA code has been reviewed, not run."""
 
 from __future__ import annotations
 
@@ -19,14 +18,13 @@ from scaleray.training.profile import used_memory
 
 LOOK_EVERY_S = 1.0
 PEAK_EVERY_S = 0.1
-"""Seconds between two samples of the peak: of steps that follow each other more closely, the last one counts for all.
-"""
+"""Seconds between two samples of the peak: of steps that follow each other faster, the last one represents all."""
 SNAPSHOT_EVERY_S = 60.0
-"""A snapshot goes through every block: on a large model that takes a tenth of a second."""
+"""Seconds between two snapshots. Each reads every block: on a large model that takes a tenth of a second."""
 
 
 class MemoryCurve:
-    """Looks at the memory of this process's device, or of the process on the CPU, after step `first_step`. started_at:
+    """Samples the memory of this process's device, or of the process on the CPU, after step `first_step`. started_at:
     wall clock of the run."""
 
     def __init__(self, device: torch.device, started_at: float, first_step: int = 0) -> None:
@@ -39,7 +37,7 @@ class MemoryCurve:
         self._looked_at = self._snapshot_at = self._asked_at = -1e9
 
     def mark(self, phase: Phase) -> None:
-        """A phase begins. Whatever is more than before was needed in the one that ends."""
+        """Note that a phase begins: any increase in memory belongs to the phase that ends."""
         self._see_peak(self._phase)
         self._phase = phase
 
@@ -48,7 +46,7 @@ class MemoryCurve:
         return self.is_looking or time.monotonic() - self._asked_at >= PEAK_EVERY_S
 
     def end_step(self, step: int) -> None:
-        """Look once in a while."""
+        """Sample the memory if it is due."""
         self._asked_at = now = time.monotonic()
         self._step = step - 1
         if self.is_looking or self.device.type == "cpu":

@@ -1,8 +1,7 @@
-"""A snapshot of a device's memory, in scaleray's own JSON: every block of the allocator, and what it is for.
+"""A snapshot of a device's memory, in scaleray's own JSON: every block of the allocator, and its use.
 
-On CUDA alone, whose allocator can tell. What a block is for is known of parameters, gradients and the optimizer's state
-by their addresses; the rest are activations and what kernels need meanwhile. Written and reviewed without a GPU.
-"""
+Only on CUDA, whose allocator can report blocks. Parameters, gradients and optimizer state are recognised by their
+addresses; the other blocks are activations and temporary memory of kernels. Written and reviewed without a GPU."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 
 MOST_EVENTS = 200_000
-"""Allocations that the device's history keeps, newest last."""
+"""Allocations stored in the device's history, newest last."""
 MOST_FRAMES = 4
-"""Frames of Python that a block keeps, innermost first."""
+"""Python frames stored for a block, innermost first."""
 
 
 class MemoryHistory:
@@ -31,14 +30,15 @@ class MemoryHistory:
         self.is_on = False
 
     def start(self) -> None:
-        """Note from now on where each block was allocated. Nothing on the CPU, whose allocator does not tell."""
+        """Record where each block is allocated from now on. Does nothing on the CPU, whose allocator does not report
+        it."""
         if self.place.device.type == "cuda":
             # python alone: frames of C++ take minutes
             torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, stacks="python")
             self.is_on = True
 
     def taken(self, setup: Setup) -> bytes | None:
-        """The snapshot as JSON; None on the CPU. The history ends with it."""
+        """The snapshot as JSON; None on the CPU. Ends the history."""
         if not self.is_on:
             return None
         snapshot = torch.cuda.memory._snapshot(self.place.device)
@@ -82,7 +82,7 @@ def addresses_of(setup: Setup) -> dict[int, str]:
 
 
 def _local(value: Any) -> Iterator[torch.Tensor]:
-    """The tensor in this process, of a sharded one too."""
+    """This process's part of a tensor, which may be sharded."""
     if isinstance(value, torch.Tensor):
         yield value.to_local() if hasattr(value, "to_local") else value.detach()
 

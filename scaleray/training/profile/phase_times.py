@@ -1,6 +1,5 @@
-"""Time of each step on this rank by phase: every phase that the loop enters sets a timestamp, and the time between two
-of them is a part of the step.
-"""
+"""Time of each step on this rank by phase: each phase begins with a timestamp, and the time between two timestamps is a
+part of the step."""
 
 from __future__ import annotations
 
@@ -27,19 +26,19 @@ from scaleray.training.setup.place import Place
 
 
 class Pauses:
-    """Seconds that collections of this process take, in any thread: each holds the interpreter."""
+    """Seconds of garbage collections in any thread of this process: each one holds the interpreter."""
 
     def __init__(self) -> None:
         self._total_s, self._told_s, self._begun = 0.0, 0.0, 0.0
         gc.callbacks.append(self._note)
 
     def since_last(self) -> float:
-        """Seconds since this was asked the last time."""
+        """Seconds since the last call."""
         told, self._told_s = self._told_s, self._total_s
         return self._total_s - told
 
     def close(self) -> None:
-        """Watch no more. Safe to call twice."""
+        """Stop watching. Safe to call twice."""
         if self._note in gc.callbacks:
             gc.callbacks.remove(self._note)
 
@@ -51,16 +50,14 @@ class Pauses:
 
 
 CHUNK = 64
-"""Steps that are put into the table at a time: numpy's calls take longer than a step's marks."""
+"""Steps added to the table at a time: numpy's calls take longer than a step's marks."""
 COLUMNS = (STEP, *PARTS, PAUSES)
 
 
 class PhaseTimes(Observer):
-    """Times of the phases that `marks.mark` records. The first step of the process is left out, as it compiles and
-    fills caches. enter: enters a phase inside a pass, where only the strategy can see it. The training's clock calls
-    `start` and `cut` where its own steps begin and end, so that the parts of a step can be compared with its own
-    measurement.
-    """
+    """Times of the phases that `marks.mark` records. The first step of the process is left out, since it compiles and
+    fills caches. enter: enters a phase inside a pass, which only the strategy can see. The training's clock calls
+    `start` and `cut` at the ends of its own steps, so that the parts of a step can be compared with its measurement."""
 
     def __init__(
         self,
@@ -79,7 +76,7 @@ class PhaseTimes(Observer):
         self.marks = marks or (DeviceMarks() if place.device.type == "cuda" else HostMarks())
         self._table, self._chunk, self._pauses = StepRows(COLUMNS), array("d"), Pauses()
         self._paused: deque[float] = deque()
-        """Pauses of the steps that are not known yet."""
+        """Pauses of the steps whose times are not known yet."""
         self.at_phase: dict[Phase, Callable[[], None]] = {}
         """Function called when a phase begins, in addition to the mark."""
         self._also_looking = {phase: partial(self._look_at_phase, phase) for phase in Phase}
@@ -88,18 +85,18 @@ class PhaseTimes(Observer):
         self._misses_s, self._worst_gap = 0.0, 0.0
 
     def begin(self, setup: Setup) -> None:
-        """Have the strategy tell of phases inside its passes."""
+        """Let the strategy report phases inside its passes."""
         setup.parallel.tell_phases(self._enter)
 
     def after_launch(self) -> None:
-        """Look at the memory once in a while, now that a step has it all."""
+        """Sample the memory if it is due, when the step holds all of it."""
         self._num_steps += 1
         if self.memory.is_due():
             self._look(lambda: self.memory.end_step(self.first_step + self._num_steps))
             self.marks.told = self._also_looking if self.memory.is_looking else self.at_phase
 
     def start(self, now: float) -> None:
-        """Begin to time, `now` by the training's clock. What was done since the last step was an evaluation."""
+        """Start timing, `now` by the training's clock. The time since the last step was an evaluation."""
         self._outside_s += self.marks.as_evaluation(now)
 
     def cut(self, step_s: float, now: float) -> None:
@@ -111,17 +108,17 @@ class PhaseTimes(Observer):
             self._take_known()
 
     def close(self) -> None:
-        """Leave the garbage collector as it was."""
+        """Restore the garbage collector."""
         self._pauses.close()
 
     @property
     def num_known(self) -> int:
-        """Steps whose parts are known by now."""
+        """Steps whose parts are known so far."""
         self._take_known()
         return self._table.num_steps + len(self._chunk) // len(COLUMNS)
 
     def totals(self) -> tuple[tuple[str, ...], int, np.ndarray]:
-        """Names of the columns, number of the steps whose parts are known, and seconds in all of these."""
+        """Names of the columns, number of steps whose parts are known, and total seconds of each column."""
         self._take_known()
         self._fold()
         return COLUMNS, self._table.num_steps, self._table.totals.copy()
@@ -135,7 +132,7 @@ class PhaseTimes(Observer):
         gap = self._misses_s / whole_s if whole_s > 0 else None
         if gap is not None and gap > CLOSES_WITHIN:
             text = f"rank {self.place.rank}: parts of its steps miss them by {gap:.1%}, more than {CLOSES_WITHIN:.0%}"
-            self._emit(EventRecord(f"{text}: do not trust where its time went", kind="warning"))
+            self._emit(EventRecord(f"{text}: do not rely on its division of time", kind="warning"))
         return RankMeasurements(
             rank=self.place.rank,
             node=self.place.node,
@@ -177,7 +174,7 @@ class PhaseTimes(Observer):
             self._fold()
 
     def _fold(self) -> None:
-        """Put the last steps into the table, and hold the sum of their parts against them."""
+        """Add the last steps to the table, and compare the sum of their parts with their measured time."""
         if not self._chunk:
             return
         values = np.array(self._chunk).reshape(-1, len(COLUMNS))

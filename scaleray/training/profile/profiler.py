@@ -1,4 +1,4 @@
-"""All that a run measures of where its time goes, as the loop has it: one observer after another."""
+"""A run's measurements of its time, as one observer of the loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Emits(Tells, Protocol):
 
 
 class Enters(Protocol):
-    """Object that reports when the training enters a phase."""
+    """Object that reports the phases that the training enters."""
 
     on_enter: Callable[[Phase], None]
 
@@ -40,11 +40,9 @@ class Enters(Protocol):
 
 
 class Profile(Observer):
-    """Phases, memory and arrivals of this rank, samples of them, and traces where they were asked for.
-
-    progress: knows when the training enters a phase. asks: knows whether links are to be measured. The training's clock
-    calls `start` and `cut`, see `PhaseTimes`.
-    """
+    """Phases, memory and arrivals of this rank, samples of them, and traces if requested. progress: reports phases of
+    the training. asks: whether links are to be measured. The training's clock calls `start` and `cut`, see
+    `PhaseTimes`."""
 
     def __init__(
         self,
@@ -78,13 +76,12 @@ class Profile(Observer):
 
     @property
     def observers(self) -> list[Observer]:
-        """All that watch the training, this one among them: a list of its own would hold it in a circle."""
+        """All observers of the training, this one among them. Not stored, since that would form a reference cycle."""
         return [*self._parts, self]
 
     def close(self) -> None:
         """Release the object that reports phases. A strategy's hooks on gradients refer to it, and the model refers to
-        the hooks: otherwise everything that it refers to, the whole training among it, would never be freed.
-        """
+        the hooks: otherwise everything that it refers to, including the whole training, would never be freed."""
         self._progress.on_enter = self._on_enter
 
     def measurements(self) -> RankMeasurements:

@@ -1,6 +1,5 @@
 """Samples of a worker's state at intervals, for live displays of the run. A sample costs some tenths of a millisecond
-and is taken between two steps; nothing is sent or waited for here.
-"""
+and is taken between two steps, without communication or waiting."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 class RankSamples(Observer):
     """Reports the last steps about once a second, and emits a `RankSample` after the first steps and every `every_s`
-    seconds from then on. tell: takes the content of heartbeats.
-    """
+    seconds from then on. tell: receives the content of heartbeats."""
 
     def __init__(
         self,
@@ -56,14 +54,14 @@ class RankSamples(Observer):
         self._device = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else ""
 
     def set_intervals(self, *, samples_s: float, told_s: float = TOLD_EVERY_S) -> None:
-        """Take samples and tell of the last steps this far apart from now on: 0 is at every step, infinity never. For
-        measuring what either costs."""
+        """Set the intervals of samples and of reports of the last steps: 0 is every step, infinity never. For measuring
+        their cost."""
         for means, every_s in ((self._means, samples_s), (self._recent, told_s)):
             means.every_s, means.due_at = every_s, time.monotonic() + every_s
         self._due_at = min(self._recent.due_at, self._means.due_at)
 
     def after_step(self, taken: StepRecord) -> None:
-        """Tell and take a sample, if it is time to and a step was measured since the last one."""
+        """Report and take a sample, if it is due and a step was measured since the last one."""
         now = time.monotonic()
         if now < self._due_at:
             return
@@ -106,7 +104,7 @@ class RankSamples(Observer):
         return found
 
     def _ahead_s(self) -> tuple[float, ...]:
-        """See `RankSample.ahead_s`: of the steps that are kept since the last sample."""
+        """`RankSample.ahead_s`, as the medians of the steps stored since the last sample."""
         rows = self.arrivals.take_recent()
         if not rows:
             return ()
@@ -118,7 +116,7 @@ class RankSamples(Observer):
 
 
 class StepMeans:
-    """Means of the steps since the last look, at most one look in `every_s` seconds."""
+    """Means of the steps since the last reading, at most one reading in `every_s` seconds."""
 
     def __init__(self, phases: PhaseTimes, *, every_s: float) -> None:
         self.phases, self.every_s = phases, every_s
@@ -126,11 +124,11 @@ class StepMeans:
         self._steps, self._totals = 0, np.zeros(1)
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time to look, and a step was measured since the last time."""
+        """Whether a reading is due and a step was measured since the last one."""
         return now >= self.due_at and self.phases.num_known > self._steps
 
     def take(self, now: float) -> tuple[int, dict[str, float]]:
-        """Number of steps since the last look, and their means in seconds by column, without columns that never had any
+        """Number of steps since the last reading, and their mean seconds by column, without columns that never had any
         time."""
         self.due_at = now + self.every_s
         columns, steps, totals = self.phases.totals()
@@ -141,7 +139,7 @@ class StepMeans:
 
 
 def memory_limit(device: torch.device) -> int | None:
-    """Bytes that this worker can have: of its GPU, of its container, or of the machine."""
+    """Memory limit of this worker in bytes: that of its GPU, its container or the machine."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     limits = [int(psutil.virtual_memory().total)]

@@ -1,8 +1,7 @@
 """Traces of a training's last steps on chosen ranks, by torch.profiler, as gzipped JSON in the run's folder.
 
-All ranks take part in what the trace needs of them: barriers, by which clocks are compared, and the question which rank
-is the slowest. Nothing of this touches the training: the weights are the same to the bit.
-"""
+All ranks take part in barriers, by which clocks are compared, and in finding the slowest rank. The training is not
+affected: the weights are the same to the bit."""
 
 from __future__ import annotations
 
@@ -36,10 +35,10 @@ from scaleray.training.setup.place import Place
 NUM_BARRIERS = 32
 NO_LINES = "6"
 """Level of Kineto's log above the lines of each start and stop (USDT, 5) that every process prints on stderr. Its
-errors lie below (4) and concern GPUs, so that it is set on a CPU alone."""
+errors are below (4) and concern GPUs, so the level is set only on a CPU."""
 BYTES_OF_EVENT, SMALLER_BY_GZIP = 420, 12
-"""Bytes of an event with shapes in the JSON, and how much smaller gzip makes it: means of the traces of this
-project's jobs."""
+"""Bytes in the JSON of an event with shapes, and gzip's compression factor: means of the traces of this project's
+jobs."""
 EVENTS_OF_MODULE, EVENTS_OF_PARAMETER = 40, 25
 """Events of a module without parts, forward and backward, in a micro-batch, and of a parameter in a step."""
 
@@ -53,13 +52,12 @@ class Tells(Protocol):
 
 
 def tracers(job: TrainJob, place: Place, tells: Tells) -> list[Observer]:
-    """The observer that traces a training, where that was asked for. Raises ConfigError for a training that is too
-    short."""
+    """The observer that traces a training, if requested. Raises ConfigError for a training that is too short."""
     return [TraceRecorder(job.trace, job, place, tells)] if job.trace is not None else []
 
 
 class TraceRecorder(Observer):
-    """Traces the steps that a request names. Every rank has one, whether it is traced or not."""
+    """Traces the requested steps. Every rank has one, whether it is traced or not."""
 
     def __init__(self, request: TraceRequest, job: TrainJob, place: Place, tells: Tells) -> None:
         self.request, self.place, self.guard, self.say = request, place, tells.guard, tells.say
@@ -74,13 +72,13 @@ class TraceRecorder(Observer):
         self.left_barriers_at_ns: list[int] = []
 
     def begin(self, setup: Setup) -> None:
-        """Say how large the traces will be, before there is one."""
+        """Log the expected size of the traces before they are written."""
         self.setup = setup
         if self.request.memory and self.place.device.type != "cuda":
             self.say("no memory snapshot is taken: only the allocator of a GPU can tell what its blocks are for")
         if self.request.operators:
             mib = expected_bytes(setup.parallel.module, self.num_micro_batches, self.request.steps) / 2**20
-            which = "every rank, of which some are kept" if self.request.slowest else "each chosen rank"
+            which = "every rank, some of which are kept" if self.request.slowest else "each chosen rank"
             self.say(
                 f"traces: steps {self.first + self.request.warmup} to {self._end - 1} of {which}, about {mib:.1f} MiB "
                 f"each as JSON and {mib / SMALLER_BY_GZIP:.1f} MiB in {self.request.path}"
@@ -91,7 +89,7 @@ class TraceRecorder(Observer):
         return self.first + self.request.warmup + self.request.steps
 
     def during_step(self, number: int) -> contextlib.AbstractContextManager[None] | None:
-        """Advance the profiler at the beginning of a step; the step itself runs as always."""
+        """Advance the profiler at the beginning of a step; the step itself runs as usual."""
         if number < self.first or number > self._end:
             return None
         if number == self.first + self.request.warmup:
@@ -108,7 +106,7 @@ class TraceRecorder(Observer):
         return None
 
     def close(self) -> None:
-        """Stop what runs, after an error too."""
+        """Stop active recordings, even after an error."""
         self._unhook()
         if self.profiler is not None:
             with contextlib.suppress(Exception):  # not by the guard, which calls nobody who has failed
@@ -173,7 +171,7 @@ class TraceRecorder(Observer):
                 self._save("memory", snapshot)
 
     def _exported(self, file: Path) -> float:
-        """Write the trace, and give the nanoseconds of it in which this rank communicated."""
+        """Write the trace, and return the nanoseconds in it during which this rank communicated."""
         self.profiler.export_chrome_trace(str(file))
         self.profiler.stop()
         self.profiler = None
@@ -184,7 +182,7 @@ class TraceRecorder(Observer):
         return float(trace.duration[kinds_of(trace) == Kind.COMMUNICATION].sum())
 
     def _slowest(self, waited_ns: float) -> int | None:
-        """The rank that waited least in collectives: the others waited there for it. Collective."""
+        """The rank that waited least in collectives, where the others waited for it. Collective."""
         # not infinity: infinity times 0 is no number
         known = waited_ns if math.isfinite(waited_ns) else -1.0
         row = [known if rank == self.place.rank else 0.0 for rank in range(self.place.world_size)]
@@ -198,13 +196,13 @@ class TraceRecorder(Observer):
             file.write(gzip.compress(content, 6))
 
     def _compare_clocks(self) -> None:
-        """Leave barriers together with all ranks, and note when. Collective."""
+        """Leave barriers together with all ranks, and note the time. Collective."""
         for _ in range(NUM_BARRIERS):
             self.place.all_reduce([0.0])
             self.left_barriers_at_ns.append(time.time_ns())
 
     def _settle(self) -> None:
-        """Wait for the device, so that a trace has all of its steps and nothing of those before."""
+        """Wait for the device, so that a trace has all of its steps and nothing from earlier ones."""
         if self.place.device.type == "cuda":
             torch.cuda.synchronize(self.place.device)
 
@@ -229,7 +227,7 @@ def expected_bytes(module: nn.Module, num_micro_batches: int, num_steps: int) ->
 
 
 def named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The parts that a trace names: repeated blocks, and the modules next to them."""
+    """The parts that a trace names: repeated blocks and the modules next to them."""
     blocks = {id(block) for block in find_blocks(module)}
     yield from _named_parts(module, "", blocks)
 
@@ -244,7 +242,7 @@ def _named_parts(module: nn.Module, prefix: str, blocks: set[int]) -> Iterator[t
 
 
 def _annotated(name: str, module: nn.Module) -> list[Any]:
-    """Hooks by which the forward pass of a module is seen in a trace under its name."""
+    """Hooks that show the forward pass of a module in a trace under its name."""
     under_way: list[Any] = []
 
     def before(*_: Any) -> None:

@@ -15,14 +15,14 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """The most resident memory that this process has had, whatever `reset_peak` forgets."""
+    """Peak resident memory of this process, which `reset_peak` does not change."""
     # Linux counts the peak in KiB, and brings it up to date later than the present value
     return max(resident_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 def counted_peak_bytes(device: torch.device) -> int:
-    """Peak as the device's allocator or the system has counted it so far: a look costs some microseconds, a quarter of
-    what it costs to see, too, how much there is now."""
+    """Peak as the device's allocator or the system has counted it so far: reading it costs a few microseconds, a
+    quarter of reading the current memory as well."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -36,7 +36,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Forget the peak so far, for `peak_since_reset`; where the system does not allow it on the CPU, it stays."""
+    """Reset the peak for `peak_since_reset`; does nothing on a CPU whose system does not allow it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -45,7 +45,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_since_reset(device: torch.device) -> int:
-    """Peak since `reset_peak`, of what `peak_bytes` counts."""
+    """Peak since `reset_peak`, of the memory measured by `peak_bytes`."""
     if device.type != "cuda":
         with contextlib.suppress(OSError):
             for line in Path("/proc/self/status").read_text().splitlines():

@@ -1,1 +1,1 @@
-"""Set-up of a training: from a job to a model that can take steps, in one order."""
+"""Set-up of a training, in a fixed order: from a job to a model that can take steps."""

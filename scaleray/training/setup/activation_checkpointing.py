@@ -1,11 +1,11 @@
-"""Which activations of the model's blocks are kept for the backward pass, and which are computed again.
+"""Activation checkpointing: which activations of the model's blocks are stored for the backward pass, and which are
+recomputed.
 
-A block that is checkpointed keeps its inputs only: memory falls from the sum over all blocks to one block's, for one
-more forward pass of it (Chen et al. 2016, arXiv:1604.06174). Selective checkpointing keeps the outputs of matrix
-products and attention, which are most of the arithmetic, and computes the cheap rest again (Korthikanti et al. 2022,
-arXiv:2205.05198). Losses and gradients are the same to the bit: random numbers are drawn again as before, buffers
-are not updated twice.
-"""
+A checkpointed block stores only its inputs: memory falls from the sum over all blocks to one block's, for one more
+forward pass of it (Chen et al. 2016, arXiv:1604.06174). Selective checkpointing keeps the outputs of matrix products
+and attention, which are most of the arithmetic, and recomputes the cheap rest (Korthikanti et al. 2022,
+arXiv:2205.05198). Losses and gradients are the same to the bit: random numbers repeat, and buffers are not updated
+twice."""
 
 from __future__ import annotations
 
@@ -32,15 +32,13 @@ KEPT = frozenset(
         aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
     }
 )  # fmt: skip
-"""Operations whose results selective checkpointing keeps: nearly all of a block's FLOPs."""
+"""Operations whose results selective checkpointing stores: nearly all of a block's FLOPs."""
 
 
 def apply(model: nn.Module, settings: ActivationSettings, workload: Any) -> Callable[[], None]:
     """Checkpoint blocks of `model` in place, names of parameters unchanged; returns a function that undoes it.
 
-    `budget` is carried out by torch.compile: see `compilation`. Raises WorkloadError where the workload names no
-    blocks.
-    """
+    torch.compile implements `budget`, see `compilation`. Raises WorkloadError if the workload names no blocks."""
     if settings.checkpointing in ("none", "budget"):
         return lambda: None
     blocks = model_blocks(workload, model, wanted_by=f"activations.checkpointing {settings.checkpointing}")
@@ -71,7 +69,7 @@ def _checkpointed(forward: Forward, *, selective: bool) -> Forward:
 
 
 def keep_or_repeat(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Decision of selective checkpointing for one operation: keep its result or compute it again."""
+    """Decision of selective checkpointing for one operation: store its result or recompute it."""
     if operation not in KEPT or _draws_random_numbers(operation, args, kwargs):
         return CheckpointPolicy.PREFER_RECOMPUTE
     return CheckpointPolicy.MUST_SAVE
@@ -105,10 +103,9 @@ def _both(outer: Any, inner: Any) -> Iterator[None]:
 
 
 class _Buffers:
-    """Buffers of a block: a repetition finds them as they were before the first pass, and leaves them as they are now.
+    """Buffers of a block: a repetition starts from their values before the first pass, and leaves them unchanged.
 
-    BatchNorm would otherwise count each batch twice, and spectral normalisation would compute with another vector.
-    """
+    BatchNorm would otherwise count each batch twice, and spectral normalisation would compute with another vector."""
 
     def __init__(self, block: nn.Module) -> None:
         self.there = [(part, name) for part in block.modules() for name, b in part._buffers.items() if b is not None]

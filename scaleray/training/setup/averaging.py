@@ -1,8 +1,7 @@
-"""An exponential moving average of the trained weights, which takes their place in evaluations and at the end.
+"""An exponential moving average of the trained weights, which replaces them in evaluations and at the end.
 
-Each rank averages what it has of the parameters, whole ones or shards. Buffers, such as BatchNorm's statistics, are the
-trained model's. Source: Polyak & Juditsky 1992, doi:10.1137/0330046, as torch.optim.swa_utils computes it.
-"""
+Each rank averages its parameters or shards. Buffers, such as BatchNorm's statistics, are those of the trained model.
+Source: Polyak & Juditsky 1992, doi:10.1137/0330046, as torch.optim.swa_utils computes it."""
 
 from __future__ import annotations
 
@@ -26,9 +25,8 @@ from scaleray.training.setup.shards import local
 class Averaging:
     """The average of a module's trained parameters; without a decay it does nothing.
 
-    averages: by the names of the module's state dict, in which a tied parameter has several. num_updates: how often it
-    has been updated. keeps_trained: whether the trained weights are written next to it.
-    """
+    averages: by the names of the module's state dict, in which a tied parameter has several. num_updates: number of
+    updates so far. keeps_trained: whether the trained weights are written as well."""
 
     keeps_trained = True
 
@@ -63,14 +61,14 @@ class Averaging:
         self.num_updates += 1
 
     def begin_anew(self) -> None:
-        """Take the weights as they are for the average, as a checkpoint without one was restored."""
+        """Initialise the average with the current weights, after restoring a checkpoint without one."""
         with torch.no_grad():
             torch._foreach_copy_(*self._pairs()) if self.is_on else None
         self.num_updates = 0
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context in which the module has the average, and the average the trained weights."""
+        """Context in which the module has the average, and the average has the trained weights."""
         self.swap()
         try:
             yield
@@ -78,7 +76,7 @@ class Averaging:
             self.swap()
 
     def swap(self) -> None:
-        """Let the module and the average change places. Not while a checkpoint is being copied."""
+        """Swap the module's weights and the average. Not while a checkpoint is being copied."""
         if not self.is_on:
             return
         self._reshard()
@@ -89,7 +87,7 @@ class Averaging:
             torch._foreach_copy_(trained, kept)
 
     def _reshard(self) -> None:
-        """Reshard what the last pass gathered: it holds the other weights."""
+        """Reshard weights gathered by the last pass, which are the other ones."""
         for part in self._module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
@@ -100,14 +98,13 @@ class Averaging:
         return self.averages
 
     def _pairs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """This rank's parts of the averages and of the parameters, sharing their memory."""
+        """This rank's parts of the averages and the parameters, sharing their memory."""
         return [local(a) for a in self._averages], [local(p.detach()) for p in self._parameters]
 
 
 class OptimizersAverage(Averaging):
-    """The weights that an optimizer gives in its mode of evaluation, as those of schedulefree do: it trains at another
-    point than the one that is meant to be used. Source: Defazio et al. 2024, The Road Less Scheduled,
-    arXiv:2405.15682."""
+    """The weights of an optimizer's evaluation mode, as in schedulefree: it trains at another point than the one to be
+    used. Source: Defazio et al. 2024, The Road Less Scheduled, arXiv:2405.15682."""
 
     keeps_trained = False
 
@@ -138,7 +135,7 @@ class OptimizersAverage(Averaging):
         """Do nothing: the average follows from the optimizer's state."""
 
     def swap(self) -> None:
-        """Let the optimizer change its mode. The trained weights come back to the bit. Not while a checkpoint is being
+        """Switch the optimizer's mode. The trained weights return bit-identically. Not while a checkpoint is being
         copied."""
         self._reshard()
         if self._trained:
@@ -161,16 +158,16 @@ def has_modes(optimizer: Any) -> bool:
 
 
 def averaging_of(module: nn.Module, optimizer: torch.optim.Optimizer, config: RunConfig, strategy: str) -> Averaging:
-    """The average of the weights that the config, or the optimizer, keeps. Raises WorkloadError for an optimizer with
-    modes where they cannot be used."""
+    """The average of the weights that the config or the optimizer defines. Raises WorkloadError for an optimizer whose
+    modes cannot be used."""
     if not any(has_modes(each) for each in members(optimizer).values()):
         return Averaging(module, config.averaging)
     found = f"one with a mode of evaluation ({type(optimizer).__name__})"
     if config.averaging.decay is not None:
-        allowed = "it has an average of its own, which evaluations use"
+        allowed = "it has its own average, which evaluations use"
         raise WorkloadError("optimizer()", found, allowed, "leave averaging.decay out")
     traits = traits_of(strategy)
     if traits.trains_apart or strategy == "zero1":
-        allowed = f"under {strategy} no worker has the state of the whole model from which its average follows"
+        allowed = f"under {strategy} no worker has the whole state from which its average follows"
         raise WorkloadError("optimizer()", found, allowed, "use ddp, fsdp, tensor or pipeline")
     return OptimizersAverage(module, optimizer)

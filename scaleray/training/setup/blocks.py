@@ -1,8 +1,7 @@
-"""The repeated blocks of a model, and how a transform takes the place of one's forward pass without another name.
+"""The repeated blocks of a model, and how to replace a block's forward pass without renaming its parameters.
 
 Wrapping a block in another module, as torch's checkpoint_wrapper and torch.compile(module) do, puts a prefix before the
-names of its parameters, and checkpoints would no longer fit. A method of the block's own keeps every name.
-"""
+names of its parameters, and checkpoints would no longer fit. Replacing the block's own method keeps every name."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def model_blocks(workload: Any, model: nn.Module, *, wanted_by: str) -> list[nn.
 
 
 def forward_of(module: nn.Module) -> Forward:
-    """The forward pass of a module as a function that takes the module: one and the same for all modules of a class."""
+    """The forward pass of a module as a function of the module: the same for all modules of a class."""
     forward = module.forward
     if inspect.ismethod(forward) and forward.__self__ is module:
         return forward.__func__
@@ -50,7 +49,7 @@ def forward_of(module: nn.Module) -> Forward:
 
 
 def replace_forward(module: nn.Module, forward: Forward) -> Callable[[], None]:
-    """Put `forward` in the place of the module's own; hooks stay outside of it. Returns a function that undoes it."""
+    """Replace the module's own forward pass; hooks stay outside of it. Returns a function that undoes it."""
     before = module.__dict__.get("forward")
     module.forward = types.MethodType(forward, module)
 

@@ -1,11 +1,10 @@
-"""Compilation by torch.compile inside the strategy's wrapper, and an account of what came of it.
+"""Compilation by torch.compile inside the strategy's wrapper, with a report of its result.
 
-Compiling a model that DDP or FSDP has wrapped runs eagerly without a word (pytorch#140416), and so does FSDP around a
-block on which `compile()` was called: hooks are compiled with it. Here the forward method alone is compiled, so that
-every hook stays outside, and all blocks of a class share one graph. What became graphs, where a graph broke and what
-failed is counted, since neither torch nor a loss curve says that a run was not compiled.
-Source: Ansel et al. 2024, PyTorch 2, ASPLOS, doi:10.1145/3620665.3640366.
-"""
+Compiling a model that DDP or FSDP has wrapped silently runs eagerly (pytorch#140416), and so does FSDP around a block
+on which `compile()` was called: hooks are compiled with it. Here the forward method alone is compiled, so that every
+hook stays outside, and all blocks of a class share one graph. Graphs, graph breaks and failures are counted, since
+neither torch nor a loss curve shows that a run was not compiled. Source: Ansel et al. 2024, PyTorch 2, ASPLOS,
+doi:10.1145/3620665.3640366."""
 
 from __future__ import annotations
 
@@ -25,14 +24,13 @@ from scaleray.config import RunConfig
 from scaleray.errors import ConfigError
 from scaleray.training.setup.blocks import Forward, forward_of, model_blocks, replace_forward
 
-MEND = "mend what is named there, or leave it out to train without compilation"
+MEND = "fix the named cause, or leave it out to train without compilation"
 DDP_SPLITS_FROM_MIB = 1.0  # torch's DDP optimizer asserts that buckets are no smaller than DDP's first one
 
 
 @dataclass(frozen=True)
 class Compilation:
-    """A model that was to be compiled. `report` tells something only after steps have run: compiling happens on
-    demand."""
+    """A model that was to be compiled. `report` is empty until steps have run, since compiling happens on demand."""
 
     what: str
     backend: str
@@ -58,8 +56,8 @@ class Compilation:
         }
 
     def check(self) -> list[str]:
-        """Warnings for the user once the first steps have run. Raises ConfigError where `must_succeed` is set
-        and compilation failed."""
+        """Warnings for the user once the first steps have run. Raises ConfigError if `must_succeed` is set and
+        compilation failed."""
         report = self.report()
         failed = report["failures"]
         reasons = "; ".join(_shown(each) for each in failed or report["graph_breaks"]) or "no forward pass was called"
@@ -79,9 +77,8 @@ class Compilation:
 @contextlib.contextmanager
 def compiled(model: nn.Module, config: RunConfig, workload: Any) -> Iterator[Compilation | None]:
     """Compile `model` in place, names of parameters unchanged, as long as the context lasts; None if nothing is to be
-    compiled. torch keeps counters and switches for the whole process: they are reset here, so that one run at a time is
-    counted. Raises WorkloadError if blocks are to be compiled and the workload names none.
-    """
+    compiled. torch keeps counters and switches for the whole process: they are reset here, so that each run is counted
+    alone. Raises WorkloadError if blocks are to be compiled and the workload names none."""
     settings = config.compilation
     if settings.what == "nothing":
         yield None
@@ -125,8 +122,8 @@ def _switches(config: RunConfig, notes: list[str]) -> Iterator[None]:
         dynamo["optimize_ddp"] = splits
         if not splits and config.scale.max_workers > 1:
             notes.append(
-                "the compiled model is one graph, so that gradients are synchronised after the backward pass and not "
-                "beside it: compilation.what blocks overlaps them"
+                "the compiled model is one graph, so gradients are synchronised after the backward pass instead of "
+                "during it; compilation.what blocks overlaps them"
             )
     else:
         dynamo["optimize_ddp"] = False
@@ -156,14 +153,14 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def eagerly() -> contextlib.AbstractContextManager[Any]:
-    """Context for passes whose shapes will not come again: they must not be compiled, nor teach torch that shapes
+    """Context for passes with shapes that will not recur: they must not be compiled, nor teach torch that shapes
     vary."""
     return torch.compiler.set_stance("force_eager")
 
 
 def compile_error(exc: Exception) -> ConfigError | None:
-    """The error of a failed compilation as the user should read it: with `must_succeed` it is raised in the first step.
-    None for other errors."""
+    """The error of a failed compilation for the user: with `must_succeed` it is raised in the first step. None for
+    other errors."""
     if "torch._dynamo" not in sys.modules or not isinstance(exc, torch._dynamo.exc.TorchDynamoException):
         return None
     reason = " ".join(str(exc).split("Set TORCHDYNAMO_VERBOSE")[0].split())
@@ -182,7 +179,7 @@ def _graph_breaks() -> list[dict[str, Any]]:
 
 
 def _failures() -> list[dict[str, Any]]:
-    """Frames that run eagerly altogether, once each."""
+    """Frames that run entirely eagerly, once each."""
     from torch._dynamo.utils import get_compilation_metrics
 
     found: dict[tuple[Any, ...], dict[str, Any]] = {}

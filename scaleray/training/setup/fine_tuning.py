@@ -1,10 +1,8 @@
-"""Training that starts from existing weights: where they are read from, what is frozen, and low-rank adapters (LoRA).
+"""Training from existing weights: reading them, freezing parts, and low-rank adapters (LoRA).
 
-An adapter is two parameters `lora_a` and `lora_b` of the layer itself, whose own weight keeps its name, so that
-the weights of a model without adapters still load. Called by model_setup (before and after the strategy) and,
-at the end, by the loop.
-Source: Hu et al. 2021, arXiv:2106.09685.
-"""
+An adapter is two parameters `lora_a` and `lora_b` of the layer itself, whose own weight keeps its name, so weights of a
+model without adapters still load. Called by model_setup (before and after the strategy) and, at the end, by the loop.
+Source: Hu et al. 2021, arXiv:2106.09685."""
 
 from __future__ import annotations
 
@@ -37,8 +35,8 @@ class LoraLinear(nn.Linear):
 
     @classmethod
     def adapt(cls, layer: nn.Linear, *, rank: int, alpha: float) -> None:
-        """Give an adapter to a layer, in place: hooks and references to the layer stay valid. B is zero, so that the
-        layer computes what it did; A is drawn like a layer of its own, as the paper's code does."""
+        """Give an adapter to a layer, in place: hooks and references to the layer stay valid. B is zero, so the layer's
+        output is unchanged; A is drawn like a linear layer, as in the paper's code."""
         weight = layer.weight
         layer.__class__ = cls
         assert isinstance(layer, cls)
@@ -53,11 +51,10 @@ class LoraLinear(nn.Linear):
 
 
 def adapt(model: nn.Module, settings: FineTuningSettings) -> None:
-    """Freeze what is to be frozen and add adapters, in place. Called before the strategy, which lays out what it finds.
+    """Freeze parameters and add adapters, in place. Called before the strategy, which lays out the result.
 
-    It draws from torch's generator after the model has, so that the model itself starts as it would without adapters.
-    Raises WorkloadError for names that the model does not have, and where nothing is left to train.
-    """
+    Draws from torch's generator after the model has, so the model itself starts as it would without adapters. Raises
+    WorkloadError for names that the model does not have, and if nothing is left to train."""
     for beginning in settings.freeze:
         # including the second names of tied parameters
         found = [p for name, p in model.named_parameters(remove_duplicate=False) if name.startswith(beginning)]
@@ -82,12 +79,11 @@ def adapt(model: nn.Module, settings: FineTuningSettings) -> None:
 
 
 def load(module: nn.Module, workload: Any, where: str, *, is_part: bool = False) -> None:
-    """Fill a model, whose strategy may have sharded it, with the weights at `where`; adapters stay where
-    those weights have none.
+    """Fill a model, which may be sharded, with the weights at `where`; adapters stay unchanged if those weights have
+    none.
 
-    is_part: the module is a stage of the model, and takes its own tensors. where: what `workload.weights` allows. Each
-    rank reads its own part, without communication. Raises CheckpointError.
-    """
+    is_part: the module is a stage of the model, and takes its own tensors. where: as for `workload.weights`. Each rank
+    reads its own part, without communication. Raises CheckpointError."""
     where = model_folder(where)
     tensors = {name: t for name, t in module.state_dict().items() if isinstance(t, torch.Tensor)}
     adapters = {name for name in tensors if is_of_adapter(name)}
@@ -115,19 +111,18 @@ def load(module: nn.Module, workload: Any, where: str, *, is_part: bool = False)
 
 
 def _load_adapter(module: nn.Module, adapters: Mapping[str, torch.Tensor], where: str, *, is_part: bool) -> None:
-    """Fill the adapters and the modules trained with them: the rest of the model is as `build_model` made it."""
+    """Fill the adapters and the modules trained with them: the rest of the model stays as `build_model` made it."""
     scales = {part.lora_scale for part in module.modules() if isinstance(part, LoraLinear)}
     if not scales:
         raise CheckpointError(
-            "workload.weights", where, "it is an adapter of peft, and the model has none", "--fine-tuning.lora-rank N"
+            "workload.weights", where, "it is a peft adapter, but the model has none", "--fine-tuning.lora-rank N"
         )
     load_adapter(adapters, where, scale=scales.pop(), is_part=is_part)
 
 
 def merged_share(share: WeightShare, settings: FineTuningSettings) -> WeightShare:
-    """Final weights with each adapter added to its layer's weight, which is in the same share, under the names of a
-    model without adapters; and the adapters separately.
-    """
+    """Final weights with each adapter added to its layer's weight, which is in the same share, named as without
+    adapters; and the adapters separately."""
     if not settings.lora_rank or not settings.merge:
         return share
     layout = {name: placed for name, placed in share.layout.items() if not is_of_adapter(name)}
@@ -139,7 +134,7 @@ def merged_share(share: WeightShare, settings: FineTuningSettings) -> WeightShar
 
 
 def has_adapters(weights: Mapping[str, Any]) -> bool:
-    """Whether some of these tensors, by name, are of adapters."""
+    """Whether any of these tensors, by name, belongs to an adapter."""
     return any(map(is_of_adapter, weights))
 
 
@@ -169,21 +164,27 @@ def _layers(model: nn.Module, settings: FineTuningSettings) -> list[nn.Linear]:
         if not found:
             there = sorted({name.rpartition(".")[2] for name in linear})
             raise WorkloadError(
-                "fine_tuning.lora_layers", words, "no linear layer's name ends so", f"there are: {_shortened(there)}"
+                "fine_tuning.lora_layers",
+                words,
+                "no linear layer's name ends with this",
+                f"there are: {_shortened(there)}",
             )
         chosen.update(found)
     return list(chosen.values())
 
 
 def _trained_whole(model: nn.Module, settings: FineTuningSettings) -> list[nn.Parameter]:
-    """Parameters of the modules that are trained whole, but those that the workload froze."""
+    """Parameters of the fully trained modules, except those that the workload froze."""
     if settings.trained_whole != FineTuningSettings().trained_whole:
         there = [name for name, _ in model.named_modules()]
         for words in settings.trained_whole:
             if not any(is_inside(f"{name}.", [words]) for name in there):
                 own = sorted({name for name, _ in model.named_children()})
                 raise WorkloadError(
-                    "fine_tuning.trained_whole", words, "no module's name ends so", f"there are: {_shortened(own)}"
+                    "fine_tuning.trained_whole",
+                    words,
+                    "no module's name ends with this",
+                    f"there are: {_shortened(own)}",
                 )
     found = model.named_parameters(remove_duplicate=False)
     return [p for name, p in found if p.requires_grad and is_inside(name, settings.trained_whole)]

@@ -1,11 +1,10 @@
 """Matrix products of linear layers in float8, through torchao: `precision.float8`.
 
 A layer keeps its parameters, in their own type, its names and its hooks; only the class that computes its products
-becomes torchao's. Inputs, weights and gradients are scaled to what float8 can hold in every product ("dynamic
-scaling"), so there is no state to save. Sources: Micikevicius et al. 2022, FP8 formats for deep learning,
-arXiv:2209.05433; torchao's float8 training, https://github.com/pytorch/ao/tree/main/torchao/float8. On a GPU this has
-not been run; rounding is emulated in tests.
-"""
+becomes torchao's. Inputs, weights and gradients are scaled to float8's range in every product ("dynamic scaling"), so
+there is no state to save. Sources: Micikevicius et al. 2022, FP8 formats for deep learning, arXiv:2209.05433; torchao's
+float8 training, https://github.com/pytorch/ao/tree/main/torchao/float8. This has not been run on a GPU; tests emulate
+the rounding."""
 
 from __future__ import annotations
 
@@ -34,9 +33,8 @@ def convert(
     """Let linear layers of `model` compute in float8, in place; `undo` takes it back. Returns messages for the user.
 
     The layers are those in the workload's blocks or, without blocks, all but the last of the model: the head's output
-    decides the loss. Left out are layers of a class of their own, such as adapters, and sizes that float8 products do
-    not have. Raises ConfigError where the device or torchao is missing, WorkloadError where no layer is left.
-    """
+    decides the loss. Layers of other classes, such as adapters, and sizes that float8 products do not support are left
+    out. Raises ConfigError if the device or torchao is missing, WorkloadError if no layer is left."""
     if settings.float8 == "none":
         return []
     check_device(device, settings)
@@ -65,7 +63,7 @@ def convert(
 
 
 def check_device(device: torch.device, settings: PrecisionSettings) -> None:
-    """Raise ConfigError where the device has no float8 products, unless they are emulated."""
+    """Raise ConfigError if the device has no float8 products, unless they are emulated."""
     if settings.emulate_float8:
         return
     if device.type != "cuda":
@@ -73,7 +71,7 @@ def check_device(device: torch.device, settings: PrecisionSettings) -> None:
             "precision.float8",
             settings.float8,
             f"a {device.type} device has no float8 arithmetic",
-            "use none, or set precision.emulate_float8 to see what it does to a training",
+            "use none, or set precision.emulate_float8 to see its effect on a training",
         )
     least = LEAST_CAPABILITY[settings.float8]
     has = torch.cuda.get_device_capability(device)
@@ -88,7 +86,7 @@ def check_device(device: torch.device, settings: PrecisionSettings) -> None:
 
 
 def _converter(settings: PrecisionSettings) -> Callable[[nn.Linear], nn.Module]:
-    """Function that makes torchao's layer of an ordinary one, with the same parameters."""
+    """Function that makes torchao's layer from an ordinary one, with the same parameters."""
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as exc:
@@ -124,7 +122,7 @@ def _layers(
             raise WorkloadError(
                 "precision.float8_leave_out",
                 pattern,
-                f"no linear layer has such a name; there are {', '.join(list(linear)[:8])}",
+                f"no linear layer has this name; there are {', '.join(list(linear)[:8])}",
             )
     chosen, left_out = {}, {}
     for name, module in linear.items():
@@ -145,8 +143,7 @@ def _become(layer: nn.Linear, like: nn.Module) -> Callable[[], None]:
     """Give a layer the class and the attributes of `like`: references to it, and its hooks, stay valid. Returns a
     function that undoes it.
 
-    torchao's own conversion puts a new module in its place, which would lose hooks, and references that a model keeps.
-    """
+    torchao's own conversion replaces the module, which would lose hooks and the model's references to it."""
     added = [name for name in like.__dict__ if name not in layer.__dict__]
     for name in added:
         layer.__dict__[name] = like.__dict__[name]

@@ -1,4 +1,4 @@
-"""The job that the driver sends to every worker: decided once, derived nowhere else."""
+"""The job that the driver sends to every worker: all decisions are made once, before."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from scaleray.records.trace_request import TraceRequest
 from scaleray.training.setup.row_lengths import check_row_lengths, check_same_place
 
 MANY_EPOCHS = 200
-"""Epochs of a Ray Dataset after which the page of metrics of Ray's node may be too long for Prometheus: Ray keeps four
-histograms of every epoch there (measured: 44 to 83 kB an epoch, and 11 ms on quiet cores; ray-project/ray#65029)."""
+"""Epochs of a Ray Dataset after which a Ray node's metrics page may be too long for Prometheus: it has four histograms
+for every epoch (measured: 44 to 83 kB an epoch, and 11 ms on quiet cores; ray-project/ray#65029)."""
 
 
 WITHOUT_FILES: Mapping[str, Any] = {**NOTHING_SAVED, "tracking.system_metrics": False}
@@ -35,7 +35,7 @@ FIRST_STEPS: Mapping[str, Any] = {
     "stop.watch": None,
     "evaluation.every": None,
 }
-"""Settings of the first steps of a training, which nothing ends and nothing interrupts."""
+"""Settings of the first steps of a training, without early end or interruption."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,15 @@ class TrainJob:
     workers: int = 0
     """Number of workers that train; 0: the number in the config."""
     origin: Origin | None = None
-    """Point where the plan begins, when the global batch had another size before."""
+    """Point where the plan begins, if the global batch size has changed."""
     varied: tuple[str, ...] = ()
     """Keys of the config by which the trainings of a sweep differ."""
     start_ends: Mapping[str, float] = field(default_factory=dict)
-    """Wall clock at which each part of the start has ended, see `records/start.py`."""
+    """Wall clock at the end of each part of the start, see `records/start.py`."""
     trace: TraceRequest | None = None
     """Trace of its last steps, if one is requested."""
     is_only_measured: bool = False
-    """Whether its steps or evaluations are only measured or compared, as those of a part of a training."""
+    """Whether its steps or evaluations are only measured or compared, as parts of a training."""
     probes_links: bool = False
     """Whether each pair of workers is measured when the training has ended."""
     mlflow_runs: tuple[str, ...] | None = None
@@ -78,7 +78,7 @@ class TrainJob:
                 "scale.workers",
                 str(self.config.scale.workers),
                 f"this IterableDataset deals its rows out by {train.dealt_by}, for a fixed number of workers",
-                "give one number, or leave the dealing out: every worker then reads all rows and keeps its own",
+                "give one number, or do not deal rows out: every worker then reads all rows and uses its own",
             )
         check_row_lengths(self.config, self.splits[TRAIN])
         for split in self.splits.values():
@@ -97,8 +97,8 @@ class TrainJob:
         return f"{promise}; {'but ' if values.difference else ''}{values.promise}" if values.promise else promise
 
     def data_warnings(self) -> list[str]:
-        """Warnings for data that cannot be read again as it was, batches that cannot be made ahead, and a Ray Dataset
-        read so often that Ray's metrics of it are too many."""
+        """Warnings for data that is not repeatable, batches that cannot be made ahead, and a Ray Dataset that is read
+        so often that Ray has too many metrics of it."""
         found = []
         for split in self.splits.values():
             if not split.row_values.are_repeatable:
@@ -110,9 +110,9 @@ class TrainJob:
             epochs = self.train_plan().place(self.recipe.total_steps - 1)[0] + 1
             if epochs > MANY_EPOCHS:
                 found.append(
-                    f"the train data: a Ray Dataset that is read {epochs} times; Ray's node keeps metrics of every "
-                    "time until Prometheus cannot read its page any more (ray-project/ray#65029); set monitoring.port "
-                    "and let Prometheus read that, or repeat the rows within the Dataset"
+                    f"the train data: a Ray Dataset that is read {epochs} times; Ray's node adds metrics for each "
+                    "until its page is too long for Prometheus (ray-project/ray#65029); set monitoring.port and let "
+                    "Prometheus read that, or repeat the rows within the Dataset"
                 )
         return found
 
@@ -132,7 +132,7 @@ class TrainJob:
         return self.degrees.data
 
     def on(self, workers: int) -> TrainJob:
-        """The same training on as many workers as an elastic run has now."""
+        """The same training on as many workers as an elastic run currently has."""
         if workers == self.world_size:
             return self
         config = self.config
@@ -150,8 +150,7 @@ class TrainJob:
     ) -> TrainJob:
         """The same training with other settings (see `RunConfig.changed`), values of its recipe, and fields.
 
-        first_steps: train so many steps, over its end if need be: no target, no patience, no evaluations, no files.
-        """
+        first_steps: train so many steps, even beyond its end: no target, patience, evaluations or files."""
         if first_steps is not None:
             settings = {**FIRST_STEPS, "schedule.watch": self.config.followed, **(settings or {})}
             no_files = dict.fromkeys(("checkpoint_every_steps", "keep_checkpoint_every_steps"))
@@ -164,8 +163,7 @@ class TrainJob:
         return dataclasses.replace(self, **fields)
 
     def continued(self, progress: Mapping[str, Any]) -> TrainJob:
-        """The rest of a training that a checkpoint's progress describes, whose global batch may have had another
-        size."""
+        """The rest of a training from a checkpoint's progress, whose global batch size may have differed."""
         check_same_place(self.config, self.train_plan(), progress, self.recipe.global_batch_size)
         origin = Origin(**progress["origin"]) if progress.get("origin") else None
         if progress["global_batch_size"] != self.recipe.global_batch_size:
@@ -176,7 +174,7 @@ class TrainJob:
         return job.changed(values={"total_steps": origin.step + self.recipe.total_steps - job.steps_before()})
 
     def steps_before(self) -> int:
-        """Number of steps of today's size that the training before the origin would have been."""
+        """Number of steps of the current size that equal the training before the origin."""
         if self.origin is None:
             return 0
         plan = self.train_plan()
@@ -212,8 +210,8 @@ class TrainJob:
         )
 
     def evaluation_plan(self, split: Split) -> StepPlan:
-        """Every row of an evaluation split once, in file order. Each evaluation is epoch 0, so that random transforms
-        give the same values each time and metrics differ by the weights alone."""
+        """Every row of an evaluation split once, in file order. Each evaluation is epoch 0, so random transforms give
+        the same values each time, and metrics depend only on the weights."""
         batch_size = self.recipe.evaluation_micro_batch_size * self.data_parallel_size
         rows = self._usable_rows(split)
         return StepPlan(
@@ -231,10 +229,10 @@ class TrainJob:
 
 
 def rescaled(config: RunConfig, full: Recipe, workers: int) -> RunConfig:
-    """The config at which each of fewer workers keeps its share: a smaller global batch, and the same samples in all.
+    """The config with which each of fewer workers keeps its share: a smaller global batch, and the same total of
+    samples.
 
-    The learning rate follows from `optimizer.rule`. Lengths in steps mean steps of the full batch.
-    """
+    The learning rate follows from `optimizer.rule`. Lengths in steps refer to the full batch."""
 
     def in_epochs(duration: Duration | None) -> Duration | None:
         if duration is None or duration.unit != "steps":

@@ -1,10 +1,9 @@
 """LARS and LAMB: optimizers for large batches, whose step in each layer follows the size of the layer's weights.
 
-Both need the norm of a whole parameter. Where a parameter is sharded (DTensor: FSDP, tensor parallelism) a norm of what
-this rank holds would be wrong, so the squared norms of all parameters are summed over the ranks in one collective a
-step. Used by training.setup.optimizers.
-Sources: You, Gitman, Ginsburg 2017, arXiv:1708.03888 (LARS); You et al. 2019, arXiv:1904.00962 (LAMB).
-"""
+Both need the norm of a whole parameter. For a sharded parameter (DTensor: FSDP, tensor parallelism) the norm of this
+rank's part would be wrong, so the squared norms of all parameters are summed over the ranks in one collective a step.
+Used by training.setup.optimizers. Sources: You, Gitman, Ginsburg 2017, arXiv:1708.03888 (LARS); You et al. 2019,
+arXiv:1904.00962 (LAMB)."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ class _Group:
     gradients: list[torch.Tensor]
 
     def state(self, optimizer: torch.optim.Optimizer, key: str) -> list[torch.Tensor]:
-        """This rank's part of the state `key` of each parameter; zeros where there is none yet."""
+        """This rank's part of the state `key` of each parameter; zeros if there is none yet."""
         found = []
         for parameter in self.parameters:
             state = optimizer.state[parameter]
@@ -46,11 +45,10 @@ class Lars(torch.optim.Optimizer):
     long.
 
     The learning rate is part of the momentum buffer, as in the paper's algorithm 1; torch's SGD multiplies it in later,
-    which differs while the rate changes. A layer whose weights or gradient are all zero takes the plain step of SGD.
-    Groups with `adaptive: False` (biases, norms) always do. Parameters may be DTensors: `step` is then collective, one
-    all-reduce for all of them. Raises RuntimeError for sparse gradients.
-    Source: You, Gitman, Ginsburg 2017, arXiv:1708.03888.
-    """
+    which gives another result while the rate changes. A layer whose weights or gradient are all zero takes the plain
+    step of SGD. Groups with `adaptive: False` (biases, norms) always do. Parameters may be DTensors: `step` is then
+    collective, one all-reduce for all of them. Raises RuntimeError for sparse gradients. Source: You, Gitman, Ginsburg
+    2017, arXiv:1708.03888."""
 
     def __init__(
         self,
@@ -73,7 +71,7 @@ class Lars(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step. Collective where parameters are sharded."""
+        """Take one step. Collective if parameters are sharded."""
         loss = _evaluate(closure)
         groups = _groups(self)
         adaptive = [group for group in groups if group.options["adaptive"]]
@@ -106,10 +104,9 @@ class Lamb(torch.optim.Optimizer):
     """AdamW whose step in a layer is scaled to the norm of the layer's weights: `lr * norm(w) / norm(u) * u`.
 
     u is Adam's bias-corrected step plus `weight_decay * w`. A layer with zero weights or a zero step, and groups with
-    `adaptive: False` (biases, norms), take u as it is. The paper uses eps 1e-6. Parameters may be DTensors: `step` is
-    then collective, one all-reduce for all of them. Raises RuntimeError for sparse gradients.
-    Source: You et al. 2019, arXiv:1904.00962, algorithm 2 with phi(z) = z.
-    """
+    `adaptive: False` (biases, norms), use u unscaled. The paper uses eps 1e-6. Parameters may be DTensors: `step` is
+    then collective, one all-reduce for all of them. Raises RuntimeError for sparse gradients. Source: You et al. 2019,
+    arXiv:1904.00962, algorithm 2 with phi(z) = z."""
 
     def __init__(
         self,
@@ -127,7 +124,7 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step. Collective where parameters are sharded."""
+        """Take one step. Collective if parameters are sharded."""
         loss = _evaluate(closure)
         groups = _groups(self)
         updates = [self._adam_step(group) for group in groups]
@@ -169,11 +166,10 @@ class Lamb(torch.optim.Optimizer):
 
 
 def norms_of_whole(parts: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Euclidean norms, float64 (len(parts),), of tensors that are laid out over ranks like `like`; `parts` are
-    this rank's parts of them.
+    """Euclidean norms, float64 (len(parts),), of tensors laid out over ranks like `like`; `parts` are this rank's
+    parts.
 
-    Collective where one of `like` is sharded: one all-reduce for all that lie on the same ranks.
-    """
+    Collective if one of `like` is sharded: one all-reduce for all on the same ranks."""
     if not parts:
         return torch.zeros(0, dtype=torch.float64)
     # summed in float32 at least: bf16 would stop counting at a few hundred elements
@@ -198,15 +194,15 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[_Group]:
 
 
 def _laid_out_like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient in its parameter's layout. Collective where it must move: tensor parallelism may leave a sum
-    (Partial) where the parameter is replicated."""
+    """The gradient in its parameter's layout. Collective if it must move: tensor parallelism may leave a sum (Partial)
+    for a replicated parameter."""
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         return gradient.redistribute(placements=parameter.placements)
     return gradient
 
 
 def _ratios(numerators: torch.Tensor, denominators: torch.Tensor, *, where: torch.Tensor) -> list[torch.Tensor]:
-    """Quotients where `where` is true, else 1. They stay on the device, which need not wait for the host."""
+    """Quotients where `where` is true, else 1, on the device, so that the host need not wait."""
     quotients = numerators / torch.where(where, denominators, 1.0)
     return list(torch.where(where, quotients, 1.0).unbind())
 

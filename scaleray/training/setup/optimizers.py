@@ -1,4 +1,4 @@
-"""The configured optimizer with the derived learning rate, and the schedule that moves it."""
+"""The configured optimizer with the derived learning rate, and its learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ def build(
     owns: Callable[[nn.Parameter], bool] = lambda p: True,
     varied: Collection[str] = (),
 ) -> tuple[torch.optim.Optimizer, InUse]:
-    """The workload's own optimizer and what it has of the config's settings, or the configured one over all
-    parameters that need a gradient; of those, it keeps the ones that this rank owns. varied: keys by which a
-    sweep's trials differ."""
+    """The workload's own optimizer and the config's settings that it uses, or the configured one over all parameters
+    that need a gradient; it keeps only those that this rank owns. varied: keys by which a sweep's trials differ."""
     optimizer, in_use = _build(workload, model, config, recipe, varied)
     check_losses(workload, optimizer)
     for group in optimizer.param_groups:
@@ -68,11 +67,11 @@ def _build(
         if own is not None and traits_of(recipe.strategy).splits_parameters and not acts_on_elements(own):
             in_use.warnings.append(
                 f"the workload's own optimizer() ({type(own).__name__}) needs whole matrices, and under "
-                f"{recipe.strategy} each worker has a part of them: updates differ from those of one process by its "
-                "own rounding, or by more if it takes a part for the whole; scaleray verify shows by how much"
+                f"{recipe.strategy} each worker has a part of them: updates differ from those of one process by "
+                "rounding, or by more if it treats a part as the whole; scaleray verify measures the difference"
             )
     if own is None and recipe.learning_rate is None:
-        raise missing_rate("the workload brings no optimizer of its own")
+        raise missing_rate("the workload has no optimizer() of its own")
     optimizer = own or _configured(model, values, config)
     if has_sparse_gradients(model):
         optimizer.register_step_post_hook(_keep_dense)
@@ -80,7 +79,7 @@ def _build(
 
 
 def _keep_dense(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-    """Make state dense that torch took from a sparse gradient, as a momentum: a checkpoint and averaging need whole
+    """Make state dense that torch took from a sparse gradient, such as momentum: checkpoints and averaging need dense
     tensors, and the sparse one grows with every step."""
     for state in optimizer.state.values():
         state.update({n: v.to_dense() for n, v in state.items() if isinstance(v, torch.Tensor) and v.is_sparse})
@@ -128,15 +127,15 @@ def _refuse_sparse_gradients(model: nn.Module, config: RunConfig) -> None:
             raise ConfigError(
                 "optimizer.name",
                 f"{settings.name}{decay}",
-                f"{name or 'the model'} (sparse=True) has sparse gradients, and it needs dense ones",
+                f"{name or 'the model'} (sparse=True) has sparse gradients, but it needs dense ones",
                 "build the layer with sparse=False, use --optimizer.name sgd --optimizer.weight-decay 0, or give the "
                 "workload an optimizer() that returns torch.optim.SparseAdam",
             )
 
 
 def _kernels(trained: list[nn.Parameter], config: RunConfig, *, is_sparse: bool = False) -> dict[str, bool]:
-    """Switches for torch's optimizer implementation: fused (one kernel for all parameters, on the CPU too) where it
-    works."""
+    """Switches for torch's optimizer implementation: fused (one kernel for all parameters, on the CPU too) if it is
+    supported."""
     if is_sparse or not all(p.is_floating_point() for p in trained):
         return {}
     layouts = {p.device_mesh if isinstance(p, DTensor) else None for p in trained}
@@ -153,7 +152,7 @@ def _kernels(trained: list[nn.Parameter], config: RunConfig, *, is_sparse: bool 
 
 def _layer_wise(trained: list[nn.Parameter], values: OptimizerValues, config: RunConfig) -> torch.optim.Optimizer:
     """LARS or LAMB. Biases and norms are left out of adaptation and decay, as in both papers' experiments: their norms
-    say little about a good step, and decay moves them for nothing."""
+    say little about a good step, and decay would not help them."""
     settings = config.optimizer
     is_matrix = [settings.adapt_vectors or p.ndim > 1 for p in trained]
     groups = [
@@ -173,7 +172,8 @@ def _layer_wise(trained: list[nn.Parameter], values: OptimizerValues, config: Ru
 
 
 class Schedule(torch.optim.lr_scheduler.LambdaLR):
-    """torch's, which warns where the first step was skipped: that is no mistake here. plateau: follows evaluations."""
+    """torch's schedule, without its warning about a skipped first step, which is no mistake here. plateau: follows
+    evaluations."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float], plateau: ConfiguredPlateau | None = None
@@ -187,13 +187,13 @@ class Schedule(torch.optim.lr_scheduler.LambdaLR):
         return [self.plateau.scheduler] if self.plateau is not None else []
 
     def follow_evaluation(self, value: float) -> None:
-        """Let the plateau follow the value of an evaluation."""
+        """Step the plateau scheduler with the value of an evaluation."""
         if self.plateau is not None:
             self.plateau.scheduler.step(value)
             self.use_rates()
 
     def use_rates(self) -> None:
-        """Give the optimizer the rates of the next step."""
+        """Set the rates of the next step in the optimizer."""
         rates: list[Any] = [
             base * factor(self.last_epoch) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
         ]
@@ -202,7 +202,7 @@ class Schedule(torch.optim.lr_scheduler.LambdaLR):
         self._last_lr: list[Any] = [group["lr"] for group in self.optimizer.param_groups]
 
     def restart(self, first: dict[str, Any], position: int) -> None:
-        """Continue `position` steps after the start, where the state was `first`, with the reductions so far."""
+        """Continue `position` steps after the start, at which the state was `first`, with the reductions so far."""
         super().load_state_dict({key: value for key, value in first.items() if key != "plateau"})
         self.last_epoch, self._step_count = position, position + 1
         self.use_rates()
@@ -234,8 +234,8 @@ def build_schedule(
     *,
     varied: Collection[str] = (),
 ) -> tuple[torch.optim.lr_scheduler.LRScheduler, InUse]:
-    """The workload's own schedule, or the configured one, and what is in use of the config's settings with it:
-    `in_use` is what the optimizer uses."""
+    """The workload's own schedule, or the configured one, and the config's settings in use with it: `in_use` are those
+    that the optimizer uses."""
     if brings_schedule(workload):
         configured = lambda optimizer: configured_schedule(optimizer, config, recipe)
         own, in_use = own_schedule.build_own(

@@ -1,9 +1,8 @@
 """Settings that a workload's own optimizer uses, and those that it ignores.
 
-An optimizer may have other values than the derived ones: rates that fall with the depth of a layer, all of them a share
-of the derived rate. So if values differ, the optimizer is built again under other values: a value that then moves
-follows the config, whatever the optimizer makes of it, and a value that stays does not.
-"""
+An optimizer may have other values than the derived ones, such as rates that fall with the depth of a layer, as shares
+of the derived rate. So if values differ, the optimizer is built again with other settings: a value that then changes
+follows the config in some way; one that stays does not."""
 
 from __future__ import annotations
 
@@ -42,16 +41,16 @@ class OptimizerValues:
     clip_norm: float | None = None
 
     def changed(self, **values: Any) -> OptimizerValues:
-        """The same values but for these."""
+        """The same values except for these."""
         return dataclasses.replace(self, **values)
 
 
 class WithoutRate(OptimizerValues):
-    """Values of a config that names no learning rate, which is said where an optimizer asks for it."""
+    """Values of a config without a learning rate, which raise an error if an optimizer reads it."""
 
     def __getattribute__(self, name: str) -> Any:
         if name == "learning_rate":
-            raise missing_rate("the workload's own optimizer() asks for it")
+            raise missing_rate("the workload's own optimizer() reads it")
         return super().__getattribute__(name)
 
     def changed(self, **values: Any) -> OptimizerValues:
@@ -60,8 +59,7 @@ class WithoutRate(OptimizerValues):
 
 @dataclass(frozen=True)
 class InUse:
-    """Values that an optimizer of the workload's own has in place of derived ones, by their names, and warnings about
-    them."""
+    """Values that a workload's own optimizer uses instead of derived ones, by name, and warnings about them."""
 
     values: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -84,10 +82,9 @@ def build_own(
 ) -> tuple[torch.optim.Optimizer | None, InUse]:
     """The workload's own optimizer, if it brings one, and which of the config's settings it uses.
 
-    build: calls `optimizer()`; it is called again under other values where the optimizer lacks values that matter.
-    varied: keys of the config by which this training differs from others of a sweep. Raises ConfigError where they, or
-    a rule, would change nothing.
-    """
+    build: calls `optimizer()`; it is called again with other values if the optimizer lacks values that matter. varied:
+    keys of the config by which this training differs from others of a sweep. Raises ConfigError if they, or a rule,
+    would change nothing."""
     own = _checked(build(values))
     if own is None:
         return None, InUse()
@@ -118,8 +115,8 @@ def build_own(
 
 
 def acts_on_elements(own: torch.optim.Optimizer) -> bool:
-    """Whether halves of a matrix are updated as the whole is: not where an optimizer needs whole matrices, as Muon,
-    Shampoo and Adafactor do. True for one that does not take a step of a rehearsal."""
+    """Whether halves of a matrix are updated like the whole: false for optimizers that need whole matrices, such as
+    Muon, Shampoo and Adafactor. True for one that cannot take a step of a rehearsal."""
     draw = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(3, 8, 6, generator=draw).unbind()
     for each in members(own).values():
@@ -137,7 +134,7 @@ def acts_on_elements(own: torch.optim.Optimizer) -> bool:
 def _rehearsed(
     own: torch.optim.Optimizer, number: int, start: torch.Tensor, gradients: list[torch.Tensor]
 ) -> torch.Tensor:
-    """A parameter after steps of a copy of an optimizer, as one of the group with this number."""
+    """A parameter after steps of a copy of an optimizer, as a member of the group with this number."""
     rehearsal = copy.copy(own)
     parameter = torch.nn.Parameter(start.clone())
     rehearsal.param_groups = [{**own.param_groups[number], "params": [parameter]}]
@@ -164,7 +161,7 @@ def _kinds(own: torch.optim.Optimizer) -> list[str]:
 
 
 def _matters(name: str, values: OptimizerValues, config: RunConfig, varied: Collection[str]) -> bool:
-    """Whether the value was requested: by the user, with another value than the default, or by a rule."""
+    """Whether the value was requested: by the user, other than the default, or by a rule."""
     if getattr(config.optimizer, name) is None:
         return False
     is_moved = name in MOVED_BY_RULES and getattr(values, name) != getattr(config.optimizer, name)
@@ -203,8 +200,8 @@ def _has(own: torch.optim.Optimizer, name: str, values: OptimizerValues) -> bool
 
 
 def _unmoved(build: Build, own: torch.optim.Optimizer, values: OptimizerValues, names: list[str]) -> dict[str, bool]:
-    """Settings that stay under other values, and whether that is certain: it is not where the optimizer
-    cannot be built under these."""
+    """Settings that stay the same with other values, and whether that is certain: it is not if the optimizer cannot be
+    built with them."""
     changed = _try(build, _other(values))
     if changed is None or len(changed.param_groups) != len(own.param_groups):
         return dict.fromkeys(names, False)
@@ -217,7 +214,7 @@ def _unmoved(build: Build, own: torch.optim.Optimizer, values: OptimizerValues, 
 
 
 def _other(values: OptimizerValues) -> OptimizerValues:
-    """Other values that are just as possible."""
+    """Other values that are equally possible."""
     part = lambda value: 0.25 if value == 0.5 else 0.5
     rate = {} if isinstance(values, WithoutRate) else {"learning_rate": values.learning_rate / 2}
     return values.changed(
@@ -247,14 +244,14 @@ def _refuse(
         raise ConfigError(
             key,
             getattr(config.optimizer, name),
-            f"the workload's own optimizer() ignores it: it has {_shown(own, name)} in every trial",
+            f"the workload's own optimizer() ignores it: it uses {_shown(own, name)} in every trial",
             f"{advice}, or leave {key} out of the sweep",
         )
     if name == "learning_rate" and (config.optimizer.rule != "none" or "optimizer.rule" in varied):
         raise ConfigError(
             "optimizer.rule",
             config.optimizer.rule,
-            f"the workload's own optimizer() ignores the learning rate that it derives: it has {_shown(own, name)}, "
+            f"the workload's own optimizer() ignores the learning rate that it derives: it uses {_shown(own, name)}, "
             f"not {values.learning_rate:g}",
             f"{advice}, or --optimizer.rule none",
         )
@@ -265,8 +262,8 @@ def _warning(name: str, own: torch.optim.Optimizer, values: OptimizerValues, is_
     asked = getattr(values, name)
     shown = f"{asked:g}" if isinstance(asked, float) else str(asked)
     return (
-        f"the workload's own optimizer() {verb} optimizer.{name}: it has {_shown(own, name)}, not {shown}, "
-        f"and trains with that; use settings.{name} there, or leave optimizer.{name} to what it has"
+        f"the workload's own optimizer() {verb} optimizer.{name}: it uses {_shown(own, name)}, not {shown}; use "
+        f"settings.{name} there, or leave optimizer.{name} out"
     )
 
 

@@ -1,8 +1,7 @@
 """Settings that a workload's own learning-rate schedule uses, and those that it ignores.
 
-They are found by rehearsing the schedule: on a copy of the optimizer that trains nothing, and once more under other
-values. A rate that then moves follows the value, whatever the schedule makes of it.
-"""
+They are found by rehearsing the schedule on a copy of the optimizer that trains nothing, and again with other values. A
+rate that then changes follows the value in some way."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ Build = Callable[[Any, Recipe], Any]
 Rates = list[tuple[float, ...]]
 """Learning rate of every parameter group, step by step."""
 MOST_REHEARSED = 10_000
-"""Steps that are rehearsed at most, which take some 0.2 s."""
+"""Most steps that are rehearsed, which takes about 0.2 s."""
 NEVER_USED = ("name", "final_ratio", "factor", "patience", "threshold", "cooldown")
 """Settings of the section `schedule` that `schedule()` does not receive."""
 LENGTHS = {"warmup": "warmup_steps", "length": "schedule_steps"}
@@ -45,13 +44,11 @@ def build_own(
     *,
     configured: Callable[[torch.optim.Optimizer], LRScheduler],
 ) -> tuple[LRScheduler | None, InUse]:
-    """The workload's own schedule, if it brings one, and what is in use with it: `in_use` is what is without.
+    """The workload's own schedule, if it has one, and the settings in use with it: `in_use` are those without it.
 
-    build: calls `schedule()`, with the optimizers by name where there are several; it is called some times more on
-    copies of them. varied: keys of the config by which this training differs from others of a sweep. configured: makes
-    the schedule of those of several optimizers for which it gives none. Raises ConfigError where a swept value, or a
-    rule, would change nothing.
-    """
+    build: calls `schedule()`, with the optimizers by name if there are several; it is called again on copies of them.
+    varied: keys of the config by which this training differs from others of a sweep. configured: makes the schedule of
+    optimizers for which it returns none. Raises ConfigError if a swept value, or a rule, would change nothing."""
     make = partial(_made, build, configured)
     recipe = dataclasses.replace(recipe, total_steps=whole_steps(config, recipe))
     rehearsal = _stand_in(optimizer)
@@ -76,7 +73,7 @@ def build_own(
     if ignores_rate:
         _refuse_rate(peak, config, recipe, varied)
     warnings = [
-        f"the workload's own schedule() ignores schedule.{name}: take {LENGTHS[name]} of its recipe there, or leave "
+        f"the workload's own schedule() ignores schedule.{name}: use {LENGTHS[name]} of its recipe there, or leave "
         f"schedule.{name} out"
         if name in LENGTHS
         else f"schedule.{name} has no effect on the workload's own schedule()"
@@ -86,7 +83,7 @@ def build_own(
     if ignores_rate and not _same(peak, due):
         warnings.append(
             f"the workload's own schedule() ignores optimizer.learning_rate: its largest rate is {peak:g}, not "
-            f"{due:g}, and it trains with that; start from the optimizer's rate, or from recipe.learning_rate"
+            f"{due:g}; start from the optimizer's rate, or from recipe.learning_rate"
         )
     values = in_use.values if _same(peak, due) else {**in_use.values, "learning_rate": peak}
     own = make(optimizer, recipe)  # last, so that a workload that keeps what it made keeps this one
@@ -95,7 +92,7 @@ def build_own(
 
 
 def whole_steps(config: RunConfig, recipe: Recipe) -> int:
-    """Optimizer steps of the whole training, also where only the first part of it is run, or more than the whole."""
+    """Optimizer steps of the whole training, even if only its first part runs, or more than the whole."""
     return recipe.total_steps if config.schedule.length else max(recipe.total_steps, recipe.schedule_steps)
 
 
@@ -119,7 +116,7 @@ def _made(
 
 
 def _no_warning(optimizer: torch.optim.Optimizer) -> None:
-    """Keep torch from warning that a schedule moves before its optimizer."""
+    """Suppress torch's warning about a schedule that steps before its optimizer."""
     for each in members(optimizer).values():
         setattr(each, "_opt_called", True)  # noqa: B010
 
@@ -135,7 +132,8 @@ def _checked(own: Any) -> LRScheduler | None:
 
 
 def _stand_in(optimizer: torch.optim.Optimizer, *, factor: float = 1.0) -> torch.optim.Optimizer:
-    """A copy of an optimizer with `factor` times its rates, whose parameters and state are not the training's."""
+    """A copy of an optimizer with `factor` times its rates, which does not share the training's parameters and
+    state."""
     if isinstance(optimizer, SeveralOptimizers):
         return SeveralOptimizers({name: _stand_in(own, factor=factor) for name, own in members(optimizer).items()})
     found = copy.copy(optimizer)
@@ -158,15 +156,14 @@ def _rates(schedule: LRScheduler, optimizer: torch.optim.Optimizer, num_steps: i
 
 
 def take_step(schedule: LRScheduler, number: int) -> None:
-    """Move a schedule on after step `number`. Raises WorkloadError for one that has come to its end, as OneCycleLR
-    does."""
+    """Advance a schedule after step `number`. Raises WorkloadError for one that is exhausted, as OneCycleLR can be."""
     try:
         schedule.step()
     except (ValueError, IndexError) as exc:
         raise WorkloadError.problem(
             "schedule()",
             f"fails after step {number}: {text_of(exc)}: it must give a learning rate for every step of the training",
-            "take recipe.total_steps for its length",
+            "use recipe.total_steps as its length",
         ) from exc
 
 
@@ -194,7 +191,7 @@ def _refuse_varied(key: str, value: Any, varied: Collection[str]) -> None:
 
 
 def _refuse_rate(peak: float, config: RunConfig, recipe: Recipe, varied: Collection[str]) -> None:
-    """Refuse a rule, or a sweep over rates, where the schedule has rates of its own."""
+    """Refuse a rule, or a sweep over rates, if the schedule has its own rates."""
     advice = "start from the optimizer's rate, or from recipe.learning_rate, in schedule()"
     if "optimizer.learning_rate" in varied:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Place of a worker: its rank, its node, its device and the groups it communicates through."""
+"""Context of a worker: its rank, node, device and process groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scaleray.config.parallel import Degrees
 
 @dataclass(frozen=True)
 class Place:
-    """Place of one worker among all. Without a process group it is the only one."""
+    """Context of one worker among all. Without a process group it is the only one."""
 
     rank: int = 0
     world_size: int = 1
@@ -22,7 +22,7 @@ class Place:
     node: str = "local"
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - torch.device is immutable
     degrees: Degrees | None = None
-    """Numbers of workers along each axis; None: all compute samples of their own."""
+    """Numbers of workers along each axis; None: each worker computes its own samples."""
 
     @property
     def mesh(self) -> Degrees:

@@ -10,12 +10,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from scaleray.config.optimizer_schedule import ScheduleSettings
 
 MOVES = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
-"""Attributes of a ReduceLROnPlateau that evaluations change, besides the rates."""
+"""Attributes of a ReduceLROnPlateau that evaluations change, in addition to the rates."""
 
 
 class ConfiguredPlateau:
-    """The factor of `schedule.name: plateau` on the rate of the warm-up: the rate, from 1, of an optimizer that trains
-    nothing. mode: the better direction of the metric."""
+    """The factor of `schedule.name: plateau` on the warm-up's rate: the rate, starting from 1, of an optimizer that
+    trains nothing. mode: the better direction of the metric."""
 
     def __init__(self, settings: ScheduleSettings, mode: Literal["min", "max"]) -> None:
         stand_in = torch.optim.SGD([torch.zeros(1)], lr=1.0)
@@ -36,7 +36,7 @@ class ConfiguredPlateau:
         return float(self.scheduler.optimizer.param_groups[0]["lr"])
 
     def state_dict(self) -> dict[str, Any]:
-        """What evaluations have changed; the settings are those of the config."""
+        """State changed by evaluations; the settings are those of the config."""
         return {"factor": self.factor, **{name: getattr(self.scheduler, name) for name in MOVES}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -46,10 +46,9 @@ class ConfiguredPlateau:
 
 
 class OwnPlateau(LRScheduler):
-    """A ReduceLROnPlateau of the workload's own as a schedule, which an optimizer step leaves as it is.
+    """A workload's own ReduceLROnPlateau as a schedule, which optimizer steps do not change.
 
-    first_rates: rate of each parameter group before any evaluation.
-    """
+    first_rates: rate of each parameter group before any evaluation."""
 
     def __init__(self, scheduler: ReduceLROnPlateau) -> None:
         # not LRScheduler's own, which would take a first step
@@ -65,14 +64,14 @@ class OwnPlateau(LRScheduler):
         self.last_epoch += 1
 
     def follow_evaluation(self, value: float) -> None:
-        """Let the scheduler follow the value of an evaluation."""
+        """Step the scheduler with the value of an evaluation."""
         self.scheduler.step(value)
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def restart(self, first: dict[str, Any], position: int) -> None:
-        """Reduce the first rates of another training, which the groups have now, as those of this one were."""
+        """Reduce the groups' current rates, the first ones of another training, as those of this one were reduced."""
         now, before = [float(rate) for rate in self.get_last_lr()], self.scheduler._last_lr
         for group, rate, was, start in zip(self.optimizer.param_groups, now, before, self.first_rates, strict=True):
             set_rate(group, float(was) if rate == start else rate * float(was) / start)

@@ -29,7 +29,7 @@ class Precision:
     """dtype to which floating-point inputs are converted; None leaves them."""
 
     def loss_scale(self) -> torch.Tensor | None:
-        """Copy of the factor of the loss, float64 () on the device, which is not waited for; None without scaling."""
+        """Copy of the loss's factor, float64 () on the device, without waiting for it; None without scaling."""
         if not self.scaler.is_enabled():
             return None
         scale = self.scaler._get_scale_async()  # get_scale() reads it, which waits for the device
@@ -39,12 +39,11 @@ class Precision:
 def prepare(
     model: nn.Module, device: torch.device, settings: PrecisionSettings, *, keeps_casts: bool = True
 ) -> Precision:
-    """The precision of a run. fp64 converts `model` in place. Raises ConfigError where the device does not support it.
+    """The precision of a run. fp64 converts `model` in place. Raises ConfigError if the device does not support it.
 
     keeps_casts: autocast keeps each 16-bit copy of a parameter until its context ends, for a second use. The backward
-    pass needs those copies, so that they cost nothing more; where it computes activations again, it makes new ones, and
-    the old ones would only fill the memory up to the loss.
-    """
+    pass needs those copies anyway; but if it recomputes activations, it makes new ones, and the old ones would only
+    fill the memory."""
     dtype = settings.dtype
     if dtype == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
         name = torch.cuda.get_device_name(device)
@@ -71,7 +70,7 @@ def in_float64(model: nn.Module) -> None:
 
 
 def as_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A floating-point tensor as `dtype`, a complex one as the complex type of that width; any other as it is."""
+    """A floating-point tensor as `dtype`, a complex one as the complex type of that width; any other unchanged."""
     if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     return tensor.to(dtype if tensor.is_floating_point() else dtype.to_complex())
@@ -79,17 +78,17 @@ def as_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 def share_loss_scale(precision: Precision, module: nn.Module, group: dist.ProcessGroup) -> Precision:
     """The precision with a scaler that skips a step on every rank when one finds an overflow. It is for strategies
-    whose ranks hold different gradients, or update different parameters; under others, ranks agree without
-    communication. Collective in use."""
+    whose ranks hold different gradients or update different parameters; otherwise ranks agree without communication.
+    Collective in use."""
     if not precision.scaler.is_enabled():
         return precision
     return dataclasses.replace(precision, scaler=SharedScaler(precision.scaler, module.parameters(), group))
 
 
 class SharedScaler(torch.amp.GradScaler):
-    """A GradScaler whose ranks in `group` agree: `unscale_` is collective. It scales the gradients of
-    `parameters`, whichever of them the optimizer has. For one optimizer. Source of the method: Micikevicius et al.
-    2018, arXiv:1710.03740."""
+    """A GradScaler whose ranks in `group` agree: `unscale_` is collective. It scales the gradients of all `parameters`,
+    even those that the optimizer does not have. For one optimizer. Source of the method: Micikevicius et al. 2018,
+    arXiv:1710.03740."""
 
     def __init__(
         self, like: torch.amp.GradScaler, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup

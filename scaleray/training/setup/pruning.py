@@ -1,11 +1,10 @@
-"""Pruning while training: the weights that become zero and stay so, decided once for all ranks.
+"""Pruning during training: weights that become zero and stay zero, chosen once for all ranks.
 
-A mask is a bool tensor laid out over ranks like its parameter: true where a weight is taken out. What is taken out
-stays out: its weight, its gradient and the optimizer's state are zero from then on. Built by model_setup, called by the
-step; masks are an item of the training's state, so a checkpoint keeps them and another number of workers can read them.
+A mask is a bool tensor laid out over ranks like its parameter: true where a weight is removed. Removal is permanent:
+the weight, its gradient and the optimizer's state are zero from then on. Built by model_setup, called by the step;
+masks are an item of the training's state, so checkpoints have them and another number of workers can read them.
 Sources: Zhu & Gupta 2017, arXiv:1710.01878 (magnitude, schedule); Li et al. 2017, arXiv:1608.08710 (rows by norm);
-Mishra et al. 2021, arXiv:2104.08378 (2:4).
-"""
+Mishra et al. 2021, arXiv:2104.08378 (2:4)."""
 
 from __future__ import annotations
 
@@ -43,10 +42,10 @@ class Pruning:
     group: dist.ProcessGroup | None
     """Process group of all workers, None for one worker."""
     sparsity: float = 0.0
-    """Share of the prunable weights that is taken out, over all ranks."""
+    """Share of the prunable weights that is removed, over all ranks."""
 
     def is_due(self, step: int) -> bool:
-        """Whether weights are taken out after `step` steps."""
+        """Whether weights are removed after `step` steps."""
         return is_due(self.settings, step)
 
     def prune(self, step: int) -> None:
@@ -74,14 +73,13 @@ class Pruning:
         self.count()
 
     def apply(self) -> None:
-        """Set to zero the weights that are taken out."""
+        """Set the removed weights to zero."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 local(parameter).masked_fill_(local(self.masks[name]), 0)
 
     def mask_gradients(self) -> None:
-        """Set to zero the gradients of the weights that are taken out, so that they count neither in the norm nor in
-        the momentum."""
+        """Set the gradients of removed weights to zero, so that they do not count in the norm or the momentum."""
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 local(parameter.grad).masked_fill_(local(self.masks[name]), 0)
@@ -96,7 +94,7 @@ class Pruning:
         return {SPARSITY.name: self.sparsity}
 
     def _agree(self) -> None:
-        """Make copies of a mask equal. They are so already where the copies of the weights are; this makes it
+        """Make copies of a mask equal. They already are if the copies of the weights are equal; this makes it
         certain."""
         for mask in self.masks.values():
             bits = local(mask).view(torch.uint8)
@@ -112,10 +110,9 @@ class Pruning:
 def build(
     module: nn.Module, optimizer: torch.optim.Optimizer, settings: PruningSettings, group: dist.ProcessGroup | None
 ) -> Pruning | None:
-    """The pruning of a model that its strategy has laid out, or None. Nothing is taken out yet.
+    """The pruning of a model laid out by its strategy, or None. Nothing is removed yet.
 
-    Raises WorkloadError where nothing can be pruned, or a layer cannot be cut into groups of four.
-    """
+    Raises WorkloadError if nothing can be pruned, or a layer cannot be divided into groups of four."""
     if settings.method == "none":
         return None
     found = dict(_prunable(module, settings))
@@ -124,7 +121,7 @@ def build(
             "pruning.method",
             settings.method,
             "no trained parameter of the model can be pruned this way",
-            "look at pruning.exclude and at frozen parts",
+            "check pruning.exclude and frozen parts",
         )
     if settings.method == "2:4":
         for name, parameter in found.items():
@@ -133,8 +130,8 @@ def build(
                 raise WorkloadError(
                     "pruning.method",
                     "2:4",
-                    f"{name} has {parameter.shape[-1]} inputs, {width} of them on this worker, "
-                    "and must have a multiple of 4",
+                    f"{name} has {parameter.shape[-1]} inputs, {width} of them on this worker: a multiple of 4 is "
+                    "required",
                     f"leave it out with pruning.exclude: [{name}]",
                 )
     masks = {name: torch.zeros_like(p, dtype=torch.bool, requires_grad=False) for name, p in found.items()}
@@ -162,7 +159,7 @@ def _prunable(module: nn.Module, settings: PruningSettings) -> Iterator[tuple[st
 
 
 def is_due(settings: PruningSettings, step: int) -> bool:
-    """Whether weights are taken out after `step` steps: at the start, every `every_steps` after it, and at the end."""
+    """Whether weights are removed after `step` steps: at the start, every `every_steps` after it, and at the end."""
     start, end = settings.start_step, settings.end_step
     if end is None:
         return step == start
@@ -170,10 +167,9 @@ def is_due(settings: PruningSettings, step: int) -> bool:
 
 
 def sparsity_at(settings: PruningSettings, step: int) -> float:
-    """The share of weights that is taken out after `step` steps: final * (1 - (1 - progress)^3).
+    """The share of weights that is removed after `step` steps: final * (1 - (1 - progress)^3).
 
-    Source: Zhu & Gupta 2017, arXiv:1710.01878, equation 1, from 0.
-    """
+    Source: Zhu & Gupta 2017, arXiv:1710.01878, equation 1, from 0."""
     start, end, final = settings.start_step, settings.end_step, settings.sparsity
     if step < start:
         return 0.0
@@ -186,12 +182,11 @@ def sparsity_at(settings: PruningSettings, step: int) -> float:
 
 
 def take_out_smallest(parameters: Sequence[torch.Tensor], masks: Sequence[torch.Tensor], num: int) -> None:
-    """Add to the masks until `num` weights of all parameters together are taken out, the smallest first.
+    """Add to the masks until `num` weights of all parameters together are removed, the smallest first.
 
-    The result is exact, whatever the layout: of equal weights the earlier is taken out, in the order of parameters and
-    then of their elements. No weight is taken back. Collective: one all-reduce of 512 KiB for each 16 bits of a weight,
-    and three more where weights are equal.
-    """
+    The result is exact in any layout: of equal weights the earlier is removed, in the order of parameters and then of
+    their elements. No weight returns. Collective: one all-reduce of 512 KiB for each 16 bits of a weight, and three
+    more if weights are equal."""
     num -= sum(_whole_counts(masks))
     if num <= 0:
         return
@@ -219,10 +214,9 @@ def take_out_smallest(parameters: Sequence[torch.Tensor], masks: Sequence[torch.
 
 
 def take_out_rows(parameters: Sequence[torch.Tensor], masks: Sequence[torch.Tensor], share: float) -> None:
-    """Take out whole rows of each layer, those of smallest norm first: `share` of its rows, rounded down.
+    """Remove whole rows of each layer, those of smallest norm first: `share` of its rows, rounded down.
 
-    Of equal rows the earlier is taken out. No row is taken back. Collective: one all-reduce for all layers.
-    """
+    Of equal rows the earlier is removed. No row returns. Collective: one all-reduce for all layers."""
     lengths = [p.shape[0] for p in parameters]
     squares = torch.zeros(sum(lengths), dtype=torch.float64, device=local(parameters[0]).device)
     layouts = shards.by_layout(parameters)
@@ -249,8 +243,8 @@ def take_out_rows(parameters: Sequence[torch.Tensor], masks: Sequence[torch.Tens
 
 
 def take_out_two_of_four(parameter: torch.Tensor, mask: torch.Tensor) -> None:
-    """Take out the two smallest of each four neighbours along the last dim, which are a layer's inputs; of equal
-    weights the earlier. A mask that has two of each four stays as it is."""
+    """Remove the two smallest of each four neighbours along the last dim, which are a layer's inputs; of equal weights
+    the earlier. A mask that already has two of each four stays unchanged."""
     own = local(mask)
     sizes = local(parameter).abs().masked_fill(own, -1.0).unflatten(-1, (-1, 4))
     smallest = torch.sort(sizes, dim=-1, stable=True).indices[..., :2]
@@ -261,7 +255,7 @@ def take_out_two_of_four(parameter: torch.Tensor, mask: torch.Tensor) -> None:
 
 
 def _sizes(parameter: torch.Tensor, *, bits: int) -> torch.Tensor:
-    """int64 numbers that sort like the magnitudes of this rank's part: the bits of a float that is not negative do."""
+    """int64 numbers that sort like the magnitudes of this rank's part: a non-negative float's bits do."""
     magnitude = local(parameter).abs()
     return magnitude.double().view(torch.int64) if bits == 64 else magnitude.float().view(torch.int32).long()
 
@@ -297,8 +291,7 @@ def _positions(chosen: torch.Tensor, parameter: torch.Tensor, before: int) -> to
     """Positions of the chosen elements of this rank's part among all elements of the model: int64 (n,), ascending per
     part.
 
-    before: number of elements of the parameters before this one.
-    """
+    before: number of elements in earlier parameters."""
     position = torch.zeros(int(chosen.sum()), dtype=torch.int64, device=chosen.device)
     for index, begin, length in zip(chosen.nonzero().unbind(1), shards.offset(parameter), parameter.shape, strict=True):
         position = position * length + (index + begin)
@@ -306,7 +299,7 @@ def _positions(chosen: torch.Tensor, parameter: torch.Tensor, before: int) -> to
 
 
 def _whole_counts(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Number of elements of each tensor that are true, over all ranks. Collective."""
+    """Number of true elements of each tensor, over all ranks. Collective."""
     counts = torch.stack([local(tensor).sum() for tensor in tensors])
     for axes, members in shards.by_layout(tensors).items():
         counts[members] = shards.sum_over(axes, counts[members])

@@ -12,11 +12,10 @@ import torch
 
 class RateScale:
     """Factor on every rate of an optimizer, on top of its schedule, which never sees it: the optimizer's groups have it
-    within steps alone.
+    only within steps.
 
-    factor: of the next step. due: requested factors, with the first step that has them. code: number that follows from
-    all requests of this process.
-    """
+    factor: of the next step. due: requested factors, with their first step. code: number computed from all requests of
+    this process."""
 
     def __init__(self) -> None:
         self.factor = 1.0
@@ -29,11 +28,11 @@ class RateScale:
         self.code = zlib.crc32(repr((self.code, first_step, factor)).encode()) % 2**20 + 1
 
     def signals(self) -> tuple[float, float]:
-        """Numbers whose sums over the workers show whether all of them asked for the same: zeros where none has."""
+        """Numbers whose sums over the workers show whether all made the same requests: zeros if none did."""
         return float(self.code), float(self.code * self.code)
 
     def begin_step(self, number: int) -> None:
-        """Use what is due in step `number`."""
+        """Apply the factors due in step `number`."""
         for first_step, factor in self.due:
             self.factor *= factor if first_step <= number else 1.0
         self.due = [one for one in self.due if one[0] > number]

@@ -12,14 +12,14 @@ from scaleray.errors import ConfigError
 
 
 def check_row_lengths(config: RunConfig, train: Split) -> None:
-    """Raise ConfigError for what an order by length, or batches of tokens, cannot be combined with."""
+    """Raise ConfigError for settings that cannot be combined with an order by length, or batches of tokens."""
     is_packed = train.size.packed_steps(config) is not None
     bucket = config.data.bucket_by_length
     if bucket is None and not is_packed:
         return
     key, value = ("batch.unit", "tokens") if is_packed else ("data.bucket_by_length", bucket)
     if train.is_streamed:
-        allowed = "a stream of rows comes in an order of its own"
+        allowed = "a stream of rows has its own order"
         raise ConfigError(key, value, allowed, "use data that can be read by index")
     if train.lengths is None:
         raise ConfigError(
@@ -36,7 +36,7 @@ def check_row_lengths(config: RunConfig, train: Split) -> None:
         raise ConfigError(
             key,
             value,
-            f"scale.workers is {config.scale.workers!s}, and the order by length is that of one global batch",
+            f"scale.workers is {config.scale.workers!s}, but the order by length depends on the global batch",
             "give one number of workers",
         )
     if not is_packed:
@@ -61,7 +61,7 @@ def check_row_lengths(config: RunConfig, train: Split) -> None:
             key,
             value,
             "batch.micro_size counts tokens here, but the search tries numbers of rows",
-            f"leave out batch.micro_size, to cut a worker's share by rows, or {key}",
+            f"leave out batch.micro_size, to divide a worker's share by rows, or {key}",
         )
     if config.batch.drop_last:
         raise ConfigError(
@@ -73,7 +73,7 @@ def check_row_lengths(config: RunConfig, train: Split) -> None:
 
 
 def check_same_place(config: RunConfig, plan: StepPlan, progress: Mapping[str, Any], global_batch_size: int) -> None:
-    """Raise ConfigError for a resumed run whose plan by length is another one than before its interruption."""
+    """Raise ConfigError for a resumed run whose plan by length differs from that before its interruption."""
     if not isinstance(plan, LengthPlan):
         return
     where = progress["epoch"], progress["sample_in_epoch"]
@@ -81,6 +81,6 @@ def check_same_place(config: RunConfig, plan: StepPlan, progress: Mapping[str, A
         raise ConfigError(
             "batch.global_size",
             config.batch.global_size,
-            "a run that orders or packs its rows by length keeps the batches that it began with",
+            "a run that orders or packs its rows by length must keep its original batches",
             "resume with the same size, or start a new run from its weights: --workload.weights RUN_FOLDER",
         )

@@ -1,7 +1,7 @@
 """Several optimizers of a workload as one: for checkpoints, schedules and checks, and for the steps of a single loss.
 
-With several losses each of them takes its own steps with the gradients of its own, see `training.step.several_losses`.
-"""
+With several losses, each optimizer takes its steps with the gradients of its own loss, see
+`training.step.several_losses`."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class SeveralOptimizers(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of all, which are their own."""
+        """The groups of all optimizers, shared with them."""
         return [group for own in self.by_name.values() for group in own.param_groups]
 
     @property
     def state(self) -> dict[Any, dict[str, Any]]:  # type: ignore[override]
-        """The state of all by parameter, to look at; keys say whose it is, as several may update one parameter."""
+        """The state of all by parameter, for reading; keys name the optimizer, as several may update one parameter."""
         found: dict[Any, dict[str, Any]] = {}
         for name, own in self.by_name.items():
             for parameter, entries in own.state.items():
@@ -58,7 +58,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give each optimizer its part of what `state_dict` gave."""
+        """Give each optimizer its part of the result of `state_dict`."""
         groups = iter(state_dict["param_groups"])
         for own in self.by_name.values():
             mine = [next(groups) for _ in own.param_groups]
@@ -73,7 +73,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
             own.zero_grad(set_to_none)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Let each take a step with the gradients of one loss."""
+        """Let each optimizer take a step with the gradients of one loss."""
         for own in self.by_name.values():
             own.step()
 
@@ -96,7 +96,7 @@ class SeveralSchedules(LRScheduler):
         return [plateau for own in self.by_name.values() for plateau in getattr(own, "plateaus", ())]
 
     def follow_evaluation(self, value: float) -> None:
-        """Let those that follow evaluations follow the value of one."""
+        """Step the schedulers that follow evaluations with the value of one."""
         for own in self.by_name.values():
             if callable(follow := getattr(own, "follow_evaluation", None)):
                 follow(value)
@@ -132,9 +132,9 @@ def check_losses(workload: Any, optimizer: torch.optim.Optimizer) -> None:
         raise WorkloadError(
             "optimizer()",
             f"a mapping of {', '.join(names)}",
-            "several of them hold one parameter, which a single loss would move more than once",
-            "give each parameter to one of them, or return {name: function(model, batch)} from losses(), "
-            "in the order in which they are to take their steps",
+            "some of them share a parameter, which a single loss would update more than once",
+            "give each parameter to one of them, or return {name: function(model, batch)} from losses(), in the "
+            "order of their steps",
         )
     if names == [""] or set(losses) != set(names):
         raise WorkloadError(
@@ -146,7 +146,8 @@ def check_losses(workload: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def config_for(losses: Collection[str] | None, config: RunConfig, strategy: str) -> RunConfig:
-    """The config for several losses, or as it is for none. Raises ConfigError for what cannot be done with several."""
+    """The config for several losses, or unchanged for none. Raises ConfigError for settings that do not work with
+    several."""
     if not losses:
         return config
     traits = traits_of(strategy)
@@ -156,13 +157,16 @@ def config_for(losses: Collection[str] | None, config: RunConfig, strategy: str)
         able = [n for n, t in TRAITS.items() if not t.trains_apart and n not in ("pipeline", "single")]
         raise ConfigError("strategy.name", strategy, f"{why}, and {reason}", f"use {', '.join(able)}")
     refused = {
-        "compression.name": (config.compression.name != "none", "what is left over of one gradient would meet another"),
-        "noise_scale.measure": (config.noise_scale.measure is not False, "each has noise of its own"),
-        "pruning.method": (config.pruning.method != "none", "each would need masks of its own"),
+        "compression.name": (
+            config.compression.name != "none",
+            "the remainder of one gradient would be added to another",
+        ),
+        "noise_scale.measure": (config.noise_scale.measure is not False, "each has its own noise"),
+        "pruning.method": (config.pruning.method != "none", "each would need its own masks"),
         "memory.find_micro_size": (config.memory.find_micro_size, "steps of one optimizer are tried"),
         "memory.on_out_of_memory": (
             config.memory.on_out_of_memory != "raise",
-            "a step cannot be done again when one optimizer has taken its own",
+            "a step cannot be repeated once one optimizer has taken its step",
         ),
     }
     for key, (is_asked, reason) in refused.items():

@@ -1,8 +1,7 @@
-"""Arithmetic on whole tensors of which each rank holds a part: sums over the ranks, and where a part lies.
+"""Arithmetic on whole tensors of which each rank holds a part: sums over ranks, and offsets of parts.
 
 A parameter is a plain tensor, whole on every rank, or a DTensor cut along some axes of a device mesh. Used by
-large_batch_optimizers and pruning.
-"""
+large_batch_optimizers and pruning."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cut_along(tensor: torch.Tensor) -> Axes:
-    """The axes along which a tensor is cut; the same on all ranks of them."""
+    """The axes along which a tensor is cut; the same on all of their ranks."""
     return _axes(tensor, is_replicated=False)
 
 

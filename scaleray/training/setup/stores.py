@@ -1,8 +1,7 @@
 """The stores through which the workers of a process group find each other.
 
-torch's own server listens on all interfaces and serves every client that reaches it. This one listens at the one
-address by which the other workers know it: on loopback if all of them are on this machine.
-"""
+torch's own server listens on all interfaces and serves every client that reaches it. This one listens only at the
+address that the other workers use: on loopback if all of them are on this machine."""
 
 from __future__ import annotations
 
@@ -20,25 +19,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StorePlace:
-    """Address of a store, as it may be sent to every worker."""
+    """Address of a store, which can be sent to every worker."""
 
     host: str
     port: int
 
 
 _listeners: dict[StorePlace, socket.socket] = {}
-"""Ports of this process for stores that have not been opened yet: sent to other processes before torch is imported
-here.
-"""
+"""Reserved ports for stores that have not been opened yet: sent to other processes before torch is imported here."""
 
 
 class OwnedStore:
-    """A place of a store that this process owns: given back with `close` or with the process, unless it was opened."""
+    """A place of a store that this process owns: released with `close` or with the process, unless it was opened."""
 
     close: Callable[[], object]
 
     def __init__(self, host: str) -> None:
-        """host: address of this machine by which the other workers know it."""
+        """host: address of this machine for the other workers."""
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.place = StorePlace(host, listener.getsockname()[1])
         _listeners[self.place] = listener
@@ -46,10 +43,8 @@ class OwnedStore:
 
 
 def open_store(place: StorePlace, *, timeout: timedelta = timedelta(minutes=5)) -> dist.Store:
-    """The store there; in the process that owns it the first call makes the server, which lives as long as the result.
-
-    timeout: of connecting, and of reading what is not there yet.
-    """
+    """The store at a place; in the process that owns it the first call creates the server, which lives as long as the
+    result. timeout: of connecting, and of reading missing keys."""
     import torch.distributed as dist
 
     listener = _listeners.pop(place, None)
@@ -66,7 +61,7 @@ def open_store(place: StorePlace, *, timeout: timedelta = timedelta(minutes=5)) 
 
 
 def is_loopback(host: str) -> bool:
-    """Whether no other machine can have this address."""
+    """Whether an address belongs to this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -13,7 +13,7 @@ from scaleray.workload import call_user_code, own_method
 
 
 def losses_of(workload: Any) -> dict[str, Callable[[Any, Any], Any]] | None:
-    """A workload's several losses by name; None where it has one, `loss`."""
+    """A workload's several losses by name; None if it has one, `loss`."""
     give = own_method(workload, "losses")
     if give is None:
         return None
@@ -28,7 +28,7 @@ def losses_of(workload: Any) -> dict[str, Callable[[Any, Any], Any]] | None:
 
 
 def summed_loss(workload: Any, model: Any, batch: Any) -> Any:
-    """The loss of a batch; the sum of several, with the count of the first."""
+    """The loss of a batch; of several losses the sum, with the count of the first."""
     losses = losses_of(workload)
     if losses is None:
         return workload.loss(model, batch)
@@ -37,12 +37,12 @@ def summed_loss(workload: Any, model: Any, batch: Any) -> Any:
 
 
 def has_loss(workload: Any) -> bool:
-    """Whether there is a loss to evaluate: a workload with several may have none."""
+    """Whether there is a loss to evaluate: a workload with several losses may have none."""
     return bool(getattr(workload, "has_loss", True)) and own_method(workload, "loss") is not None
 
 
 class OneLoss:
-    """A workload of whose losses one is meant."""
+    """A workload with only one of its losses."""
 
     def __init__(self, workload: Any, loss: Callable[[Any, Any], Any]) -> None:
         self._workload, self.loss = workload, loss
@@ -52,18 +52,20 @@ class OneLoss:
 
 
 def has_batch_loss(workload: Any) -> bool:
-    """Whether the loss of a workload is one over the whole global batch."""
+    """Whether a workload's loss is taken over the whole global batch."""
     return own_method(workload, "batch_loss") is not None
 
 
 def check_batch_loss(workload: Any, config: RunConfig, strategy: str) -> None:
-    """Raise ConfigError for what cannot be done with a loss over the whole batch."""
+    """Raise ConfigError for settings that do not work with a loss over the whole batch."""
     if not has_batch_loss(workload):
         return
     why = "the workload has a batch_loss(), over the outputs of all workers"
     if traits_of(strategy).trains_apart or strategy == "pipeline":
         reason = (
-            "its stages run one micro-batch after the other" if strategy == "pipeline" else "its workers train apart"
+            "its stages run one micro-batch after the other"
+            if strategy == "pipeline"
+            else "its workers train separately"
         )
         able = [n for n, t in TRAITS.items() if not t.trains_apart and n not in ("pipeline", "single")]
         raise ConfigError("strategy.name", strategy, f"{why}, and {reason}", f"use {', '.join(able)}")

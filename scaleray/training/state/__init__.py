@@ -1,1 +1,1 @@
-"""A training's whole state: saved, restored, paused."""
+"""The whole state of a training: saving, restoring and pausing it."""

@@ -1,8 +1,8 @@
-"""When a run saves its state, where it starts again, and how it leaves in good order. Called by the loop, once a step.
+"""When a run saves its state, where it resumes, and how it stops in good order. Called by the loop, once a step.
 
-All ranks must save after the same step. What a single rank knows (the time, a notice that its node goes away, a request
-to stop) travels with the sums that every step reduces anyway, so that all ranks decide alike without a word more.
-"""
+All ranks must save after the same step. Facts known to a single rank (the time, a notice that its node will be removed,
+a request to stop) travel with the sums that every step reduces anyway, so all ranks decide alike without further
+communication."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ RATE_SECTIONS = ("optimizer", "schedule", "stop", "workload")
 class Control:
     """Requests from outside to one worker. wants_leave: save and end in good order; wants_save: save and continue;
     wants_links: measure the links between the workers and continue. notice: the nodes of workers that the cluster will
-    take away soon; collective, None if that cannot be known.
-    """
+    soon remove; collective, None if that cannot be known."""
 
     wants_leave: threading.Event = field(default_factory=threading.Event)
     wants_save: threading.Event = field(default_factory=threading.Event)
@@ -103,9 +102,8 @@ class Checkpointing:
     def find(self) -> int:
         """The step to start from: that of the newest checkpoint with all its bytes, or 0. Collective.
 
-        Damaged files are healed from their copy; a checkpoint that cannot be healed is passed over, and the events say
-        so. Raises CheckpointError on every rank for one that this version cannot read.
-        """
+        Damaged files are healed from their copy; a checkpoint that cannot be healed is skipped with an event. Raises
+        CheckpointError on every rank for one that this version cannot read."""
         for step in self._agreed(self.catalog.steps):
             manifest = self._read(step)
             if manifest is None:
@@ -127,14 +125,13 @@ class Checkpointing:
                 self.resumed_from = manifest
                 self.job = self.job.continued(manifest.values[PROGRESS])
                 return manifest.step
-            self._say(f"the checkpoint of step {step} cannot be used; an older one is taken")
+            self._say(f"the checkpoint of step {step} cannot be used; the run resumes from an older one")
         return 0
 
     def begin(self, state: TrainState) -> None:
-        """Take the state over from the checkpoint that `find` chose, if any, and save this one from now on.
+        """Restore the state from the checkpoint that `find` chose, if any, and save this state from now on.
 
-        Collective.
-        """
+        Collective."""
         if self.retention.best is not None and self.retention.keep_best:
             check_split("checkpoint.best", self.retention.best, self.job)
         self._state = state
@@ -154,7 +151,7 @@ class Checkpointing:
             if self.place.rank == 0:
                 text = _resumed(self.resumed_from, self.place.world_size, self.job)
                 if before == self.job.recipe.global_batch_size and (now := _first_rate(state)) != rate:
-                    text += f"; the learning rate of the next step is {now:g} in place of {rate:g}"
+                    text += f"; the learning rate of the next step is {now:g} instead of {rate:g}"
                 self.emit(EventRecord(text, kind="resumed", step=self.resumed_from.step))
         self.saved_at = time.monotonic()
 
@@ -168,11 +165,11 @@ class Checkpointing:
         return bool(changed - {"stop"} if follows_values else changed)
 
     def before_update(self) -> None:
-        """Take note that the optimizer is about to change parameters."""
+        """Note that the optimizer is about to change parameters."""
         self.saver.wait_staged()
 
     def signals(self) -> tuple[float, ...]:
-        """Requests of this rank after the step that runs, to be summed over all ranks."""
+        """Requests of this rank after the current step, to be summed over all ranks."""
         now = time.monotonic()
         minutes = self.job.config.checkpoint.every_minutes
         is_time = minutes is not None and now - self.saved_at > minutes * 60
@@ -189,11 +186,9 @@ class Checkpointing:
         return asks
 
     def evaluated(self, step: int, metrics: Mapping[str, float], *, is_last: bool) -> None:
-        """Take note of an evaluation after `step` steps: a state that is among the best so far is saved. Collective.
-
-        Raises ConfigError where the first one lacks the metric to rank by; if it is the last as well, which is too late
-        to mend that, an event says so.
-        """
+        """Handle an evaluation after `step` steps: save a state that is among the best so far. Collective. Raises
+        ConfigError if the first evaluation lacks the metric to rank by; if it is also the last, an event says so
+        instead."""
         name = self.retention.best
         if name is None or not self.retention.keep_best:
             return
@@ -214,7 +209,7 @@ class Checkpointing:
             self._best_step = step
 
     def after_step(self, step: int, signals: tuple[float, ...]) -> bool:
-        """Save if it is due after `step` steps; true when the run should leave now, which it then may. Collective."""
+        """Save if it is due after `step` steps; returns true if the run should, and may, leave now. Collective."""
         leaves, asks = signals[LEAVE] > 0, signals[ASK] > 0
         is_new_notice = asks and self._is_notice_new()
         every = self.job.recipe.checkpoint_every_steps
@@ -222,7 +217,7 @@ class Checkpointing:
         if is_due or self._best_step == step:
             self.save(step)
         if is_new_notice:
-            self._say(f"the cluster announced that it takes a node away; saved at step {step}")
+            self._say(f"the cluster announced that it will remove a node; saved at step {step}")
         if leaves:
             self.saver.wait()
         return leaves
@@ -244,8 +239,8 @@ class Checkpointing:
         self.control.wants_save.clear()
 
     def finish(self, step: int) -> None:
-        """Finish after the last step and its evaluation: save the state where checkpoints are asked for or it is among
-        the best, and wait until it is written. Collective."""
+        """Finish after the last step and its evaluation: save the state if checkpoints are requested or it is among the
+        best, and wait until it is written. Collective."""
         assert self._state is not None
         if found := self._state.unsaved():
             self._say(found)
@@ -265,7 +260,7 @@ class Checkpointing:
         self._state = None
 
     def _best_until(self, step: int) -> dict[int, Mapping[str, float]]:
-        """The metrics of the best checkpoints that there are, of those up to `step`."""
+        """The metrics of the existing best checkpoints up to `step`."""
         try:
             found = {m.step: m.own_metrics for m in self.catalog.complete() if m.step <= step}
         except (OSError, CheckpointError):  # then a next one may be saved that is none of the best
@@ -284,14 +279,14 @@ class Checkpointing:
             try:
                 return self.catalog.read(step)
             except Incomplete as exc:
-                self._say(f"the checkpoint of step {step} is passed over: {exc}")
+                self._say(f"the checkpoint of step {step} is skipped: {exc}")
                 return None
 
         manifest: Manifest | None = self._agreed(read)
         return manifest
 
     def _agreed(self, decide: Callable[[], Any]) -> Any:
-        """Result of rank 0 on every rank; its error too."""
+        """Result of rank 0, or its error, on every rank."""
         box: list[Any] = [None]
         if self.place.rank == 0:
             try:
@@ -299,11 +294,8 @@ class Checkpointing:
             except ScaleRayError as exc:
                 box = [exc]
             except OSError as exc:
-                box = [
-                    CheckpointError(
-                        "the checkpoints at " + self.catalog.stores[0].root, str(exc), "they cannot be read"
-                    )
-                ]
+                where = f"the checkpoints at {self.catalog.stores[0].root}"
+                box = [CheckpointError.problem(where, f"cannot be read: {exc}")]
         if self.group is not None:
             dist.broadcast_object_list(box, src=0, group=self.group)
         if isinstance(box[0], ScaleRayError):
@@ -323,7 +315,7 @@ class Checkpointing:
 
 
 def evaluation_facts(progress: Mapping[str, Any]) -> dict[str, Any]:
-    """The last evaluation as a manifest has it: its metrics, and the step that they belong to."""
+    """The last evaluation for a manifest: its metrics and their step."""
     step = progress["evaluated_at"]
     return {"metrics": progress["metrics"], "evaluated_at": step if step >= 0 else None}
 
@@ -342,7 +334,7 @@ def _resumed(manifest: Manifest, world_size: int, job: TrainJob) -> str:
     if manifest.world_size != world_size:
         text += f" on {quantity(world_size, 'worker')} instead of {manifest.world_size}"
         if any(name.startswith(f"{REPLICA}.") for name in manifest.tensors):
-            text += ", from the mean of its replicas; what the strategy itself had kept starts from scratch"
+            text += ", from the mean of its replicas; the strategy's own state starts from scratch"
     before, now = manifest.values[PROGRESS]["global_batch_size"], job.recipe.global_batch_size
     if before != now:
         text += f"; global batch {before} -> {now}"

@@ -1,4 +1,4 @@
-"""The last thing that a training does: each rank lets its set-up go and hands on what it has of the final weights."""
+"""The end of a training: each rank releases its set-up and hands on its part of the final weights."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ def hand_on_weights(
     setup: Setup, save: SaveWeights | None, config: RunConfig, *, reporter: Reporter, step: int
 ) -> None:
     """Release the set-up, and give this rank's share of the final weights to `save`, adapters merged: the average if
-    there is one, and then the trained weights as well. Collective up to that point: a slow disk delays the rank that
-    has it, and exceeds no time limit of another one. step: number of the last one.
-    """
+    there is one, and then the trained weights as well. Collective up to that point: a slow disk delays only its own
+    rank, within the time limits of the others. step: number of the last one."""
     save = save if config.checkpoint.save_final else None
     shares: dict[str, WeightShare] = {}
     if setup.averaging.is_on:
@@ -40,7 +39,7 @@ def hand_on_weights(
         return
     if left_out := shares[FINAL_WEIGHTS].left_out:
         names = ", ".join(left_out[:5])
-        text = f"the final weights are tensors alone: {names} of the model's extra state are in checkpoints only"
+        text = f"the final weights have only tensors: {names} of the model's extra state are only in checkpoints"
         reporter.say(text, is_warning=True, step=step)
     for name, share in shares.items():
         save(merged_share(share, config.fine_tuning), name)

@@ -1,4 +1,4 @@
-"""The items that a training's state consists of, under names that a user understands, and their values as JSON."""
+"""The items of a training's state, under names that a user understands, and their values as JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ITEMS = (
     MODEL, BUFFERS, ATTRIBUTES, OPTIMIZER, SCHEDULE, RATE_SCALE, SCALER, PROGRESS, WORKLOAD, STRATEGY, REPLICA, PRUNING,
     AVERAGING, CALLBACKS, RANDOM,
 )  # fmt: skip
-"""State items in the order in which they are restored: random numbers last, as anything before may draw some."""
+"""State items in the order in which they are restored: random numbers last, since anything before may draw some."""
 IN_WORDS = {
     "model": "model parameters or buffers",
     "buffers": "buffers that the state dict leaves out",
@@ -43,12 +43,12 @@ IN_WORDS = {
     "callbacks": "state of the workload's callbacks",
     "random": "random number generators",
 }
-"""Name in a sentence of each item of the state."""
+"""Name of each state item in a sentence."""
 SETUP_ITEMS = {
     "parallel": MODEL, "optimizer": OPTIMIZER, "schedule": SCHEDULE, "precision": SCALER, "pruning": PRUNING,
     "averaging": AVERAGING, "rate_scale": RATE_SCALE,
 }  # fmt: skip
-"""Which item holds the state of each field of Setup; the fields not named here have none."""
+"""The item with the state of each field of Setup; other fields have none."""
 
 
 def tensors_of(manifest: Manifest, item: str) -> dict[str, Tensor]:
@@ -63,7 +63,7 @@ def dtype_of(tensor: Tensor) -> torch.dtype:
 
 
 def as_json(item: str, value: Any) -> Any:
-    """A copy of small values. Raises WorkloadError for what a checkpoint cannot hold."""
+    """A copy of small values. Raises WorkloadError for values that a checkpoint cannot hold."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as exc:
@@ -88,7 +88,7 @@ def flattened(state: Mapping[str, Any], prefix: str = "") -> Values:
 
 
 def nested(flat: Values) -> Values:
-    """Nest again what `flattened` made flat."""
+    """Undo `flattened`."""
     tree: Values = {}
     for path, value in flat.items():
         *parents, last = (unquote(part) for part in path.split("/"))
@@ -100,7 +100,8 @@ def nested(flat: Values) -> Values:
 
 
 def plain(value: Any) -> Any:
-    """A small value as JSON: tensors become numbers; tuples, and mappings that JSON would change, say what they are."""
+    """A small value as JSON: tensors become numbers; tuples, and mappings that JSON would change, are marked as
+    such."""
     if isinstance(value, torch.Tensor):
         return value.item()
     if isinstance(value, list):
@@ -114,7 +115,7 @@ def plain(value: Any) -> Any:
 
 
 def unplain(value: Any) -> Any:
-    """The values that `plain` made plain, except for tensors."""
+    """Undo `plain`, except for tensors."""
     if isinstance(value, list):
         return [unplain(item) for item in value]
     if not isinstance(value, dict) or len(value) != 1:

@@ -27,11 +27,11 @@ class LoopState:
     """Number of the last step, from 1; 0 before the first."""
     nonfinite_steps: int = 0
     verdict: str | None = None
-    """Why the training has stopped for good before its end."""
+    """Reason why the training stopped for good before its end."""
 
     def ends_with(self, taken: StepRecord, look: Look) -> bool:
-        """Count steps that were not finite; whether the training ends with this one, and then the verdict says why.
-        look: at the rows of a step that ends it. Raises NonFiniteLossError where it fails."""
+        """Count non-finite steps; return whether the training ends with this one, which then has a verdict. look:
+        describes the rows of a step that ends it. Raises NonFiniteLossError if the training fails."""
         self.nonfinite_steps += taken.nonfinite_steps
         if not taken.nonfinite_steps or not stops_at(taken, self.job.config.on_nonfinite, look):
             return False
@@ -52,7 +52,7 @@ class LoopCheckpoint:
     micro_sizes: MicroSizes
 
     def values(self) -> dict[str, Any]:
-        """State of now, as JSON."""
+        """Current state, as JSON."""
         job = self.loop.job
         epoch, sample = job.train_plan().place(self.loop.step)
         return {
@@ -75,9 +75,8 @@ class LoopCheckpoint:
         }
 
     def restore(self, before: dict[str, Any]) -> None:
-        """Continue from `before`, the values of a checkpoint. Its job and shares are not included: the loop is made
-        with them.
-        """
+        """Continue from `before`, the values of a checkpoint. Its job and shares are not included: the loop is created
+        with them."""
         self.loop.step = self.train_step.num_updates = before["step"]
         self.train_step.count_per_row = before["count_per_row"]
         self.train_step.nonfinite_in_a_row = before.get("nonfinite_in_a_row", 0)

@@ -1,8 +1,7 @@
 """A training that waits after every evaluation for a decision: continue, stop, or save its state and wait again.
 
-Early stopping and populations need that. The loop runs in a thread of rank 0's process and unchanged on other ranks;
-all ranks receive the decision before any of them takes another step, so that stopping leaves no collective half done.
-"""
+Early stopping and populations need this. The loop runs in a thread of rank 0's process and unchanged on other ranks;
+all ranks receive the decision before any of them takes another step, so stopping never interrupts a collective."""
 
 from __future__ import annotations
 
@@ -24,12 +23,13 @@ from scaleray.training.state.checkpointing import Checkpointing
 from scaleray.training.state.training_state import TrainState
 
 COURSE = "course"
-"""Key under which a checkpoint's facts hold the samples and seconds before it."""
+"""Key of a checkpoint's facts with the samples and seconds before it."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision after an evaluation: continue, stop, or, with `save_to`, save the state in that folder and ask again."""
+    """Decision after an evaluation: continue, stop, or, with `save_to`, save the state in that folder and wait
+    again."""
 
     is_stop: bool = False
     save_to: str | None = None
@@ -37,10 +37,9 @@ class Decision:
 
 @dataclass
 class Course:
-    """How a training went so far, up to its last step.
+    """History of a training up to its last step.
 
-    Seconds are those of steps alone, without evaluations and waits.
-    """
+    Seconds count only steps, without evaluations and waits."""
 
     step: int = 0
     samples: int = 0
@@ -49,7 +48,7 @@ class Course:
     step_times: list[tuple[int, float]] = field(default_factory=list)
     """(samples, seconds) of each step in this process."""
     more: dict[str, float] = field(default_factory=dict)
-    """The last figure of each kind that strategies and measurements add to a step."""
+    """Last value of each measurement that strategies and others add to a step."""
 
     @property
     def samples_per_s(self) -> float | None:
@@ -63,15 +62,14 @@ class Course:
         return sum(samples for samples, _ in steady) / total_s if count >= 2 and total_s > 0 else None
 
     def values(self) -> dict[str, float]:
-        """Its part of a checkpoint."""
+        """Part of a checkpoint."""
         return {"samples": self.samples, "seconds": self.seconds}
 
 
 class AskingCheckpointing(Checkpointing):
-    """Checkpoints in place of the config's own: saved where and when requested, after evaluations. start_from: a folder
-    that `save_to` named, or None for the first step. ask: called on rank 0 with the number of steps after each
-    evaluation but the last; it may block. on_resumed: called with the facts of the checkpoint.
-    """
+    """Checkpoints instead of the config's own: saved on request, after evaluations. start_from: a folder given as
+    `save_to`, or None for the first step. ask: called on rank 0 with the number of steps after each evaluation but the
+    last; it may block. on_resumed: called with the facts of the checkpoint."""
 
     def __init__(
         self,
@@ -89,24 +87,24 @@ class AskingCheckpointing(Checkpointing):
         self.paused_s = 0.0
 
     def find(self) -> int:
-        """The step to start from. Raises RunFailedError where the checkpoint cannot be used. Collective."""
+        """The step to start from. Raises RunFailedError if the checkpoint cannot be used. Collective."""
         step = super().find() if self.start_from else 0
         if self.start_from and self.resumed_from is None:
             raise RunFailedError(f"the state saved at {self.start_from} cannot be read")
         return step
 
     def begin(self, state: TrainState) -> None:
-        """Take over the state to start from, if any. Collective."""
+        """Restore the state to start from, if any. Collective."""
         super().begin(state)
         if self.resumed_from is not None:
             self.on_resumed(self.resumed_from.facts)
 
     def signals(self) -> tuple[float, ...]:
-        """One number, as the loop asks only after steps that have some."""
+        """One number, since the loop shares signals only if there are some."""
         return (0.0,)
 
     def asks_for_links(self, signals: Sequence[float]) -> bool:
-        """False: a trial gets no such requests, and the other signals do not carry them."""
+        """False: a trial gets no such requests, and its signals do not carry them."""
         return False
 
     def after_step(self, step: int, signals: tuple[float, ...]) -> bool:
@@ -154,22 +152,21 @@ class Paused:
 
 @dataclass(frozen=True)
 class Ended:
-    """The training is over: with a summary, or with an error, which is LeftEarly after a stop."""
+    """The end of a training: with a summary, or with an error, which is LeftEarly after a stop."""
 
     summary: WorkerSummary | None = None
     error: BaseException | None = None
 
 
 Train = Callable[[Callable[[WorkerMessage], None], Callable[..., AskingCheckpointing]], WorkerSummary]
-"""Function that runs the loop on rank 0 with an `emit` and a maker of its checkpointing."""
+"""Function that runs the loop on rank 0, given `emit` and a function that makes its checkpointing."""
 
 
 class StepwiseTraining:
     """Rank 0's training from the outside: `advance` to the next evaluation, `save`, `stop`. Not for several threads.
 
     train: runs the loop; called in a thread with `emit` and with a function of (job, place) that makes its
-    checkpointing. pauses: false trains to the end without waiting. start_from: a folder of `save`.
-    """
+    checkpointing. pauses: False trains to the end without waiting. start_from: a folder from `save`."""
 
     def __init__(self, train: Train, *, pauses: bool = True, start_from: str | None = None) -> None:
         self.course = Course()
@@ -195,7 +192,7 @@ class StepwiseTraining:
         return self.wait(timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> Paused | Ended:
-        """The next thing that happens, without telling the training anything."""
+        """The next event, without a new request to the training."""
         if self.ended is not None:
             return self.ended
         happened = self._happened.get(timeout=timeout_s)
@@ -206,19 +203,19 @@ class StepwiseTraining:
         return happened
 
     def give_up(self, error: BaseException) -> None:
-        """Raise this error in the thread that waits: the training hangs. From another thread."""
+        """Raise this error in the waiting thread, since the training hangs. Called from another thread."""
         self._is_given_up = True
         self._happened.put(Ended(error=error))
 
     def save(self, folder: str) -> None:
-        """Save the state while the training waits. Raises what kept it from that."""
+        """Save the state while the training waits. Raises the error if that fails."""
         self._decisions.put(Decision(save_to=folder))
         happened = self.wait()
         if isinstance(happened, Ended):
             raise happened.error or RunFailedError("the training ended while it was saved")
 
     def stop(self, timeout_s: float = 30.0) -> bool:
-        """End a training that waits, or has not begun; false if it did not end in time."""
+        """End a training that waits, or has not begun; returns false if it did not end in time."""
         if self._thread.ident is None or self.ended is not None:
             return True
         self._decisions.put(Decision(is_stop=True))

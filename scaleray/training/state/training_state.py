@@ -1,8 +1,7 @@
-"""Everything that a training is made of between two steps: what a checkpoint holds, and what a resumed run starts from.
+"""The whole state of a training between two steps, which a checkpoint holds and a resumed run starts from.
 
 An item is tensors or small values under a name that a user understands, so that a difference after a resume can be
-blamed on one of them.
-"""
+traced to one of them."""
 
 from __future__ import annotations
 
@@ -66,8 +65,8 @@ from scaleray.training.state.optimizer_state import optimizer_state, optimizer_t
 
 @dataclass(frozen=True)
 class TrainState:
-    """The state of one worker's training. progress: gives and takes the loop's own counters, as JSON.
-    callbacks: of the workload, with a state of their own."""
+    """The state of one worker's training. progress: saves and restores the loop's own counters, as JSON. callbacks: of
+    the workload, with their own state."""
 
     setup: Setup
     place: Place
@@ -77,7 +76,7 @@ class TrainState:
     set_progress: Callable[[Values], None]
     callbacks: Callbacks | None = None
     unsaved: Callable[[], str] = str
-    """Text, once, on a part of the state that checkpoints do not hold; empty without one."""
+    """Text, once, about a part of the state that checkpoints do not hold; empty without one."""
     attributes: Mapping[str, Any] = field(init=False)
     """Plain attributes of the model's modules before the first step; those that differ later are state."""
 
@@ -132,7 +131,7 @@ class TrainState:
         return tensors, volatile, {item: as_json(item, value) for item, value in values.items()}
 
     def restore(self, manifest: Manifest, stores: list[Store], group: dist.ProcessGroup | None) -> None:
-        """Take over a checkpoint in place. Collective over `group`. Raises CheckpointError for another model, and
+        """Restore a checkpoint in place. Collective over `group`. Raises CheckpointError for another model, and
         Incomplete for bytes that are missing or changed."""
         module, optimizer, parallel = self.setup.parallel.module, self.setup.optimizer, self.setup.parallel
         for item in (MODEL, BUFFERS):
@@ -231,13 +230,13 @@ class TrainState:
         return {f"{AVERAGING}.{k}": v for k, v in self.setup.averaging.values.items()}
 
     def _own_attributes(self, by_rank: list[Values]) -> Values:
-        """This rank's attributes of a checkpoint; on another number of workers those that all ranks had alike."""
+        """This rank's attributes of a checkpoint; on another number of workers, those that were equal on all ranks."""
         if len(by_rank) == self.place.world_size:
             return by_rank[self.place.rank]
         return common_attributes(by_rank)
 
     def _each_ranks(self, values: Values) -> Values:
-        """The callbacks' values of every rank, by its number; rank 0's alone where none has a state. Collective."""
+        """The callbacks' values of every rank, by its number; only rank 0's if none has a state. Collective."""
         have_state = self.callbacks is not None and self.callbacks.have_state
         everyone = self.place.gathered(values) if have_state else [values]
         return {f"{rank}": theirs for rank, theirs in enumerate(everyone)}
@@ -252,7 +251,7 @@ def _state_of(owner: Any, item: str) -> tuple[Tensors, Values]:
 
 
 def _restored(tensors: Tensors, prefix: str, values: Values) -> Values:
-    """The state dict that `_state_of` has taken apart."""
+    """The state dict from the parts made by `_state_of`."""
     own = {k.removeprefix(f"{prefix}."): v for k, v in tensors.items() if k.startswith(f"{prefix}.")}
     return nested({**values, **own})
 
@@ -267,10 +266,9 @@ def renormalised(module: nn.Module) -> set[str]:
 
 
 def model_state(module: nn.Module) -> tuple[Tensors, Values]:
-    """A model's tensors by name, buffers that its state dict leaves out included, and its state that is no tensor.
+    """A model's tensors by name, including buffers that its state dict leaves out, and its other state.
 
-    A sparse buffer is there as its parts, and as none of the model's weights: those are dense.
-    """
+    A sparse buffer is stored as its parts, and not among the model's weights, which are dense."""
     state = module.state_dict()
     sparse = {n: b for n, b in module.named_buffers() if b.layout != torch.strided}
     tensors: Tensors = {
@@ -287,10 +285,9 @@ def model_state(module: nn.Module) -> tuple[Tensors, Values]:
 
 
 def check_same_tensors(manifest: Manifest, model: Mapping[str, torch.Tensor], *, is_part: bool = False) -> None:
-    """Check that the checkpoint holds the tensors of this model, or of the whole of which it is a part.
+    """Check that the checkpoint holds the tensors of this model, or of the whole model that it is a part of.
 
-    Raises CheckpointError with the first that differs.
-    """
+    Raises CheckpointError with the first that differs."""
     saved = {
         name: f"{list(t.shape)} {t.dtype}"
         for item in (MODEL, BUFFERS)
@@ -306,7 +303,7 @@ def check_same_tensors(manifest: Manifest, model: Mapping[str, torch.Tensor], *,
     saved, own = ({k.partition(".")[2]: v for k, v in names.items()} for names in (saved, own))
     raise CheckpointError(
         f"the model's {first}",
-        own.get(first) or "not there",
+        own.get(first) or "missing",
         f"the checkpoint has {saved.get(first) or 'no such tensor'} ({len(different)} of {len(saved)} tensors differ)",
         "it belongs to another model: resume with the config that wrote it",
     )

@@ -1,14 +1,13 @@
-"""The final weights in a run folder: `weights.pt`, or of a sharded model the folder `weights`, whose files all ranks
+"""The final weights in a run folder: `weights.pt`, or for a sharded model the folder `weights`, whose files all ranks
 write.
 
-Where a run keeps an average of its weights, that is what they hold, and `trained_weights.pt`, or the folder
-`trained_weights`, has the weights that were trained.
+If a run keeps an average of its weights, these are the average, and `trained_weights.pt`, or the folder
+`trained_weights`, has the trained weights.
 
 `weights.pt` is a state dict that `torch.load(..., weights_only=True)` reads. `weights` has Hugging Face's layout:
-`model-00001-of-00004.safetensors` and so on, each whole or not there, and an index that says which file has which
-tensor. The index is written last, once the run is over and every file is there, by who waited for the workers; a folder
-without it is no set of weights. No rank waits for another one's file.
-"""
+`model-00001-of-00004.safetensors` and so on, each whole or absent, and an index of the tensors in each file. The
+process that waited for the workers writes the index last, once the run is over and every file is there; a folder
+without an index is not a set of weights. No rank waits for another one's file."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from scaleray.strategies.contract.weight_shares import Placed, WeightShare
 
 PENDING = "index.pending.json"
-"""File in such a folder that says what the index will be, while files are being written."""
+"""File in such a folder with the future index, while files are being written."""
 MAX_FILE_BYTES = 5 * 10**9
 """Largest size of a file in bytes: larger shares become several files, as transformers' `save_pretrained` cuts them."""
 
@@ -62,11 +61,10 @@ def file_names(layout: Mapping[str, Placed], *, max_bytes: int = MAX_FILE_BYTES)
 def save_weights(
     share: WeightShare, run_path: str, name: str = FINAL_WEIGHTS, *, rank: int, max_bytes: int = MAX_FILE_BYTES
 ) -> None:
-    """Write what this rank has, to a local run folder or an s3:// URI. Not collective: no rank waits for another.
+    """Write this rank's part to a local run folder or an s3:// URI. Not collective: no rank waits for another.
 
-    name: `FINAL_WEIGHTS`, `TRAINED_WEIGHTS` or `ADAPTERS`. Raises StorageError where it cannot be written, and
-    CheckpointError for a dtype that safetensors does not know.
-    """
+    name: `FINAL_WEIGHTS`, `TRAINED_WEIGHTS` or `ADAPTERS`. Raises StorageError if it cannot be written, and
+    CheckpointError for a dtype that safetensors does not support."""
     store = Store(run_path)
     if share.adapters is not None and name == FINAL_WEIGHTS:
         save_weights(share.adapters, run_path, ADAPTERS, rank=rank, max_bytes=max_bytes)
@@ -79,13 +77,13 @@ def save_weights(
         raise StorageError(
             f"the share of rank {rank} of the final weights",
             "not written",
-            f"{store.path('').rstrip('/')} does not take it: {exc or type(exc).__name__}",
-            f"make room, or mend the storage, and then: scaleray train --resume {store.path('').rstrip('/')}",
+            f"{store.path('').rstrip('/')} rejected it: {exc or type(exc).__name__}",
+            f"free space, or repair the storage, then run: scaleray train --resume {store.path('').rstrip('/')}",
         ) from exc
 
 
 def forget(run_path: str) -> None:
-    """Remove the indexes of a run that continues: the files in its folders are no longer the whole of its weights."""
+    """Remove the indexes of a run that continues: the files in its folders are no longer complete."""
     store = Store(run_path)
     for name in (FINAL_WEIGHTS, TRAINED_WEIGHTS, ADAPTERS):
         for file in (f"{name}/{INDEX}", f"{name}/{PENDING}", sums_name(f"{name}/{INDEX}")):
@@ -93,9 +91,9 @@ def forget(run_path: str) -> None:
 
 
 def complete(run_path: str, name: str = FINAL_WEIGHTS) -> dict[str, StoredFile]:
-    """Declare weights of a run whole whose workers have all ended well, and write the hashes of their files. Returns
-    these by the files' names in the run folder, none where it wrote none. name: as in `save_weights`. Files of earlier
-    attempts go. Raises StorageError for a file that is missing or torn."""
+    """Complete the weights of a run whose workers have all ended well, and write the hashes of their files. Returns the
+    hashes by the files' names in the run folder; none if it wrote no weights. name: as in `save_weights`. Removes files
+    of earlier attempts. Raises StorageError for a file that is missing or torn."""
     store = Store(run_path)
     folder, plain = store.child(name), plain_file(name)
     if folder.size(PENDING) is None:
@@ -123,10 +121,9 @@ def complete(run_path: str, name: str = FINAL_WEIGHTS) -> dict[str, StoredFile]:
 def read_weights(
     run_path: str | Path, name: str = FINAL_WEIGHTS, *, recorded: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Weights in a local run folder as a state dict, whichever way they were written. name: as in `save_weights`.
+    """Weights in a local run folder as a state dict, in either form. name: as in `save_weights`.
 
-    recorded: their hashes in the run's record; None takes those in the folder. Raises CheckpointError.
-    """
+    recorded: their hashes in the run's record; None takes those in the folder. Raises CheckpointError."""
     # with torch's own checkpoints, which drivers do without
     from scaleray.checkpoints.final_file import FinalFile
     from scaleray.checkpoints.hugging_face import ModelFolder
@@ -135,12 +132,9 @@ def read_weights(
     if is_model_folder(str(path / name)):
         return ModelFolder.open(str(path / name), recorded=recorded).read()
     if not (path / plain).exists():
-        raise CheckpointError(
-            f"the final weights of {path}",
-            "not there",
-            f"neither {plain} nor {name}/{INDEX}",
-            "a run writes them when it ends well",
-        )
+        absent = f"are missing: neither {plain} nor {name}/{INDEX} exists"
+        hint = "a run writes them when it ends well"
+        raise CheckpointError.problem(f"the final weights of {path}", absent, hint)
     return dict(FinalFile.read(Store(str(path)), plain, recorded=recorded).tensors)
 
 
@@ -165,7 +159,7 @@ def _write_files(share: WeightShare, folder: Store, *, is_first: bool, max_bytes
 
 
 def _tensors_in(folder: Store, file: str) -> set[str] | None:
-    """Names of the tensors of a whole safetensors file; None for one that is missing, cut off or something else."""
+    """Names of the tensors of a whole safetensors file; None for a missing, truncated or other file."""
     size = folder.size(file)
     if size is None or size < 8:
         return None

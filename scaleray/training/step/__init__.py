@@ -1,1 +1,1 @@
-"""One optimizer step, and evaluation: micro-batches, sums and counts, and what may go wrong in them."""
+"""One optimizer step, and evaluation: micro-batches, sums and counts, and handling of their errors."""

@@ -1,7 +1,6 @@
-"""Smaller micro-batches when memory runs out: the step is repeated with half of each, by all ranks alike.
+"""Smaller micro-batches when memory runs out: all ranks repeat the step with halves of them.
 
-Possible while no gradient of the step has been communicated, which is up to the last backward pass (alone: to its end).
-"""
+Possible while no gradient of the step has been communicated, which is up to the last backward pass (alone: its end)."""
 
 from __future__ import annotations
 
@@ -36,11 +35,11 @@ class BackOff:
         self.is_on = config.memory.on_out_of_memory == "halve"
 
     def buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The model's buffers and what is in them now, before a step that may be repeated."""
+        """The model's buffers and their current values, before a step that may be repeated."""
         return [(b, b.clone()) for b in dense_buffers(self.setup.parallel.module)] if self.is_on else []
 
     def caught(self, *, here: bool = True) -> contextlib.AbstractContextManager[list[str]]:
-        """Catches a memory error where the step can be repeated; the list then has its text."""
+        """Catch a memory error if the step can be repeated; the list then has its text."""
         return self._catching() if self.is_on and here else contextlib.nullcontext([])
 
     @contextlib.contextmanager
@@ -68,7 +67,7 @@ class BackOff:
             raise MemoryRanOut(shortage[0] if shortage else "on another worker")
 
     def halved(self, recipe: Recipe, why: str, buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> Recipe:
-        """The recipe with micro-batches of half the size, and everything as it was before the step that failed."""
+        """The recipe with micro-batches of half the size, and everything else restored to before the failed step."""
         size = recipe.micro_batch_size
         smaller = largest_divisor(recipe.per_worker_batch_size, at_most=size // 2)
         if smaller is None:

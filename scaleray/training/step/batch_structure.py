@@ -1,6 +1,5 @@
 """Structure of the batches that a workload's `collate` makes. It must be the same on every worker; otherwise a
-collective would fail without naming the cause.
-"""
+collective fails without naming the cause."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from scaleray.training.setup.place import Place
 
 def structure(batch: Any, path: str = "", *, with_sizes: bool = False) -> list[str]:
     """Name, type and number of dimensions of every tensor of a batch, and the type of everything else. with_sizes: the
-    sizes of dimensions in place of their number."""
+    sizes of dimensions instead of their number."""
     if isinstance(batch, torch.Tensor):
         size = " x ".join(map(str, batch.shape)) if with_sizes else f"{batch.ndim} dimensions"
         return [f"{path or 'a tensor'}: {str(batch.dtype).removeprefix('torch.')}, {size}"]
@@ -32,8 +31,8 @@ def structure(batch: Any, path: str = "", *, with_sizes: bool = False) -> list[s
 
 
 def check_same_structure(batch: Any, place: Place, collate: Any) -> None:
-    """Raise WorkloadError, on every rank, where the batches that `collate` made differ between ranks: in their
-    structure, or among the workers of one replica, which have the same rows, in a size. Collective."""
+    """Raise WorkloadError, on every rank, if the batches from `collate` differ between ranks in their structure, or,
+    among the workers of one replica, which have the same rows, in a size. Collective."""
     if place.world_size == 1:
         return
     lines = structure(batch)
@@ -61,7 +60,7 @@ def check_same_structure(batch: Any, place: Place, collate: Any) -> None:
                 (first, everyone[first]),
                 (rank, theirs),
                 f"the {place.mesh.model} workers of a replica have the same rows, and need the same batch",
-                "make it of the rows alone, and not of the rank",
+                "make it depend on the rows, not on the rank",
             )
 
 

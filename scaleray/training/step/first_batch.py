@@ -1,4 +1,4 @@
-"""A look at the first batch: whether its rows and the loss are what training needs, said before training hides it."""
+"""Check the rows and the loss of the first batch, before training could hide a fault."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from scaleray.workload import call_user_code, own_method
 
 MOST_ROWS = 8
 DRAWS = 5
-"""How often a loss is looked at that can only be had in training mode, where dropout and the like make each look
-another."""
+"""Number of computations of a loss that works only in training mode, where dropout and the like make each one
+different."""
 
 ROUNDING = {"fp64": 2e-5, "fp32": 2e-5, "tf32": 2e-3}
-"""How far a sum may be from that of its halves, relatively, which other kernels compute; in fp64 a loss may still
-compute in float32. Before training, rows have much the same loss, so that little tells a mean over something else from
-one over rows."""
+"""Largest relative difference of a sum from that of its halves, which other kernels compute; in fp64 a loss may still
+compute in float32. Before training, rows have similar losses, so a mean over something else differs little from one
+over rows."""
 
 Result = TypeVar("Result")
 
@@ -56,13 +56,12 @@ def check_first_batch(
     micro_batch_size: int,
     evaluated: Sequence[str] = (),
 ) -> Any:
-    """Run a few rows of the first batch as training will, and say what is wrong with the data or the loss.
+    """Run a few rows of the first batch as in training, to find faults of the data or the loss.
 
-    Gives how much a row counts, over the rows that all ranks looked at; None where none of them counts. Of several
-    losses it gives that by name, without those of which nothing counts. evaluated: names of the splits of which the
-    loss will be wanted, in evaluation mode. Changes neither parameters nor buffers nor random numbers nor gradients.
-    Collective. Raises DataError or WorkloadError.
-    """
+    Returns the count of a row, over the rows of all ranks; None if none of them counts. Of several losses it returns
+    counts by name, without those that are 0. evaluated: names of the splits whose loss will be needed, in evaluation
+    mode. Changes neither parameters nor buffers nor random numbers nor gradients. Collective. Raises DataError or
+    WorkloadError."""
     raise_on_all_ranks(place, lambda: _check_finite(batch))
     sizes = {"gives_tuples": gives_tuples, "micro_batch_size": micro_batch_size}
     losses = losses_of(workload)
@@ -131,7 +130,7 @@ class _Look:
         self.model: nn.Module | None = None  # for the user's code, where it is not the one of the set-up
 
     def at_all(self, config: RunConfig, evaluated: Sequence[str]) -> float | None:
-        """Every look at the loss; what was counted, see `as_in_training`."""
+        """Each computation of the loss; its counts, see `as_in_training`."""
         count = self.as_in_training(config)
         self.whether_it_is_a_sum(config)
         if evaluated:
@@ -139,10 +138,9 @@ class _Look:
         return count
 
     def as_in_training(self, config: RunConfig) -> float | None:
-        """One pass in the mode of training, with gradients: what was counted, or None where memory ran out.
+        """One pass in training mode, with gradients: its count, or None if memory ran out.
 
-        Raises what is wrong with it: on one worker, too, what the strategy could not do on several.
-        """
+        Raises errors of the loss: on one worker, also those that the strategy would cause on several."""
         module = self.setup.parallel.module
 
         def loss() -> tuple[float, float]:
@@ -168,12 +166,12 @@ class _Look:
                 "the loss of the first batch",
                 total,
                 "it must be finite",
-                "the inputs are finite: look at the initial parameters, a log of zero or a division in the loss",
+                "the inputs are finite: check the initial parameters, and the loss for a log of zero or a division",
             )
         return count
 
     def _explain_missing_column(self, error: WorkloadError) -> None:
-        """Raise an error with the columns that there are, where the loss failed for want of one."""
+        """Raise an error with the existing columns, if the loss failed because one is missing."""
         missing = error.__cause__.args[:1] if isinstance(error.__cause__, KeyError) else ()
         made_elsewhere = self.gives_tuples or own_method(self.workload, "collate") is not None
         if made_elsewhere or not missing or not isinstance(missing[0], str) or missing[0] in self.columns:
@@ -186,18 +184,17 @@ class _Look:
         ) from error.__cause__
 
     def _asks_for(self, name: str) -> bool:
-        """Whether the loss, computed once more, asks the batch itself for a column of that name."""
+        """Whether the loss, computed again, reads a column of that name from the batch itself."""
         batch = _Noting(self.batch_of(np.arange(self.rows_with_gradients)))
         with contextlib.suppress(Exception):
             self.setup.parallel.run_alone(lambda model: self.workload.loss(self._model_or(model), batch))
         return name in batch.missed
 
     def whether_it_is_a_sum(self, config: RunConfig) -> None:
-        """Raise WorkloadError where the loss is a mean, or depends on how a batch is cut unsaid.
+        """Raise WorkloadError if the loss is a mean, or depends on how a batch is cut without declaring it.
 
-        The look is in evaluation mode if the loss can be had there: dropout, and statistics of a batch, change with the
-        rows and from pass to pass.
-        """
+        Uses evaluation mode if the loss works there: dropout, and statistics of a batch, change with the rows and from
+        pass to pass."""
         module = self.setup.parallel.module
         if has_batch_loss(self.workload):
             return
@@ -231,7 +228,8 @@ class _Look:
         return bool(self.place.all_reduce_max([float(differs)])[0]) if self.ranks_agree else differs
 
     def _check_cut(self, found: list[tuple[float, float]], rounding: float, rows: int) -> None:
-        """Raise WorkloadError for a loss that depends on how a batch is cut: the workload's own, where it has one."""
+        """Raise WorkloadError for a loss that depends on how a batch is cut: the workload's own error, if it has
+        one."""
         if len(found) < 3 or not apart(found[0], found[1], found[2], rounding):
             return
         whole, first, second = found
@@ -241,13 +239,13 @@ class _Look:
             return
         words = in_words(whole, first, second, (rows, rows // 2, rows - rows // 2)).removeprefix("it ")
         raise WorkloadError.problem(
-            "loss()", f"{words}, so that other micro-batches and numbers of workers train something else",
-            "give outputs() and batch_loss() in place of loss() for one over the whole batch, or compute the loss of a "
-            "row from that row alone; depends_on_micro_batch = True in the workload takes it as it is",
+            "loss()", f"{words}, so the training depends on micro-batches and the number of workers",
+            "define outputs() and batch_loss() instead of loss() for one over the whole batch, or compute the loss "
+            "of a row from that row alone; depends_on_micro_batch = True in the workload accepts it",
         )  # fmt: skip
 
     def whether_it_can_be_evaluated(self, splits: Sequence[str]) -> None:
-        """Raise WorkloadError for a loss that training mode alone has, where evaluations have no other."""
+        """Raise WorkloadError for a loss that works only in training mode, if evaluations have no other."""
         metrics = getattr(self.workload, "metrics", None)
         if self.can_be_evaluated:
             return
@@ -258,8 +256,8 @@ class _Look:
                 return
         raise WorkloadError.problem(
             "loss()",
-            f"fails in evaluation mode: the loss of {', '.join(splits)} is wanted there",
-            "return `loss` among metrics(), which is then asked alone; or leave out the split",
+            f"fails in evaluation mode: the loss of {', '.join(splits)} is needed there",
+            "return `loss` among metrics(), which is then used instead; or leave out the split",
         )
 
     def _halves(self, with_gradients: bool) -> list[tuple[float, float]]:
@@ -269,8 +267,7 @@ class _Look:
         return [self._loss(np.arange(*cut)) for cut in cuts]
 
     def _repeated(self, with_gradients: bool) -> tuple[int, list[tuple[float, float]], list[tuple[float, float]]]:
-        """How many times over one or two rows were taken, and (sum, count) of them and of their repetition, `DRAWS`
-        times.
+        """Number of repetitions of one or two rows, and (sum, count) of them and of their repetition, `DRAWS` times.
 
         Statistics of a batch are the same for both."""
         most = self.rows_with_gradients if with_gradients else MOST_ROWS
@@ -289,11 +286,11 @@ class _Look:
             return self.setup.parallel.run_alone(lambda model: user_code(self._model_or(model), batch))
 
     def _model_or(self, model: Any) -> Any:
-        """The model for the user's code; a module may have a length, and no truth."""
+        """The model for the user's code; a module may have a length, and so be false."""
         return model if self.model is None else self.model
 
     def batch_of(self, index: np.ndarray) -> Any:
-        """These of the rows as a micro-batch."""
+        """These rows as a micro-batch."""
         rows = {n: v[index] for n, v in self.columns.items()}
         dtype = self.setup.precision.input_dtype
         return user_batch(self.workload, rows, self.place.device, dtype, gives_tuples=self.gives_tuples)
@@ -312,7 +309,7 @@ class _Look:
 
 
 class _Noting(dict[str, Any]):
-    """A batch that notes for which columns it was asked in vain."""
+    """A batch that notes the missing columns that were read from it."""
 
     def __init__(self, columns: Any) -> None:
         super().__init__(columns)
@@ -324,7 +321,7 @@ class _Noting(dict[str, Any]):
 
 
 def apart(whole: tuple[float, float], first: tuple[float, float], second: tuple[float, float], rounding: float) -> bool:
-    """Whether sum or count of some rows are further from those of their halves than rounding explains."""
+    """Whether sum or count of some rows differ from those of their halves by more than rounding explains."""
     if not all(map(math.isfinite, (*whole, *first, *second))):
         return False
     least = 1e-2 * rounding * max(1.0, whole[1])  # of a loss near zero
@@ -337,7 +334,7 @@ def apart(whole: tuple[float, float], first: tuple[float, float], second: tuple[
 def in_words(
     whole: tuple[float, float], first: tuple[float, float], second: tuple[float, float], rows: tuple[int, int, int]
 ) -> str:
-    """By how much the value of some rows differs from that of their halves."""
+    """Difference of the value of some rows from that of their halves, in words."""
     halves = first[0] + second[0], first[1] + second[1]
     one, other = (total / count if count else math.nan for total, count in (whole, halves))
     by = f"{abs(other - one) / abs(one):.2g} of it apart" if one else f"{abs(other - one):.2g} apart"
@@ -349,7 +346,7 @@ def in_words(
 
 
 def rounding_of(config: RunConfig) -> float:
-    """How far a sum may be from that of its halves, relatively, in the precision of a config."""
+    """Largest relative difference of a sum from that of its halves, in the precision of a config."""
     return ROUNDING.get("tf32" if config.precision.tf32 else config.precision.dtype, 1e-2)
 
 
@@ -366,10 +363,9 @@ def _check_halves(
 
 
 def _check_repeated(times: int, once: list[tuple[float, float]], repeated: list[tuple[float, float]]) -> None:
-    """Raise WorkloadError where the loss is a mean: a sum grows with the rows, a mean does not.
+    """Raise WorkloadError if the loss is a mean: a sum grows with the rows, a mean does not.
 
-    Noise must not be taken for that: all draws have to say so.
-    """
+    All draws must show it, since noise could look the same."""
     few, many = [abs(total) for total, _ in once], [abs(total) for total, _ in repeated]
     signs = {math.copysign(1, total) for total, _ in (*once, *repeated)}
     if (
@@ -407,8 +403,7 @@ def _with_explanation(call: Any) -> Any:
 
 def raise_on_all_ranks(place: Place, look: Callable[[], Result]) -> Result:
     """Result of `look` on this rank. If it raises DataError or WorkloadError on any rank, all raise: their own error,
-    or that of the first rank that has one. Collective, around code that is not.
-    """
+    or that of the first rank that has one. Collective, around code that is not collective."""
     result: list[Result] = []
     error: Exception | None = None
     try:

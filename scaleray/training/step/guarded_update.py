@@ -1,4 +1,4 @@
-"""The optimizer's step, with scaled gradients, which a step that is not finite leaves out."""
+"""The optimizer's update with scaled gradients, which is skipped in a step that is not finite."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from scaleray.training.setup.shards import local
 
 
 class GuardedUpdate:
-    """Updates the weights where the step is sound; a step that is not changes nothing.
+    """Updates the weights if the step is finite; otherwise changes nothing.
 
-    The optimizer's own kernel decides on the device, where it can: torch's fused optimizers take a factor and a
-    verdict, as mixed precision needs them. For any other one the host reads the verdict first, which waits for the
-    device. waits: whether it may always do so, as on the CPU, where nothing is waited for and a factor of 1 saves a
-    pass over the gradients.
-    """
+    The optimizer's own kernel decides on the device, if it can: torch's fused optimizers take a factor and a verdict,
+    as mixed precision needs them. For any other optimizer the host reads the verdict first, which waits for the device.
+    waits: whether it may always do so, as on the CPU, where this costs nothing and a factor of 1 saves a pass over the
+    gradients."""
 
     def __init__(self, setup: Setup, device: torch.device, *, waits: bool) -> None:
         self.optimizer, self.scaler = setup.optimizer, setup.precision.scaler
         self._device, self._waits = device, waits
 
     def __call__(self, gradients: Sequence[torch.Tensor], factor: Number, is_sound: Truth) -> None:
-        """Update with `factor` times the gradients, which are unscaled."""
+        """Update with `factor` times the unscaled gradients."""
         if self.scaler.is_enabled():
             found = self.scaler._found_inf_per_device(self.optimizer)
             is_sound = is_sound & (sum(there.to(self._device) for there in found.values()) == 0)
@@ -53,7 +52,8 @@ class GuardedUpdate:
         )
 
     def _update_on_device(self, factor: Number, is_left_out: torch.Tensor) -> None:
-        """Give both to the optimizer as torch's GradScaler does, which has divided the gradients already."""
+        """Pass factor and verdict to the optimizer as torch's GradScaler does, which has already divided the
+        gradients."""
         optimizer: Any = self.optimizer
         optimizer.found_inf = is_left_out.float()
         if isinstance(factor, torch.Tensor):

@@ -1,4 +1,4 @@
-"""A step that was given to the device, and the numbers that come of it."""
+"""A step that was given to the device, and its resulting numbers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from scaleray.records.run_record import StepRecord
 from scaleray.strategies.contract.numbers import Number, Truth, Unread
 
 UNKNOWN = {"step": 0, "num_samples": 0, "learning_rate": 0.0, "step_time_s": 0.0, "input_wait_s": 0.0, "epoch": 0.0}
-"""Facts of a step that was taken without the loop."""
+"""Facts of a step taken without the loop."""
 
 
 @dataclass
 class LaunchedStep:
-    """A step that this worker has given to its device: numbers that one which runs ahead does not read. `result` waits
-    for them. is_own: whether loss and count are those of this rank's samples alone.
-    """
+    """A step that this worker has given to its device, with numbers that are not read while the host runs ahead.
+    `result` waits for them. is_own: whether loss and count are those of this rank's samples alone."""
 
     loss: Number
     count: Number
@@ -31,7 +30,7 @@ class LaunchedStep:
     is_own: bool = False
 
     def begin_copy(self, signals: Sequence[Number]) -> None:
-        """Copy the numbers to the host, with signals that the ranks shared; does not wait."""
+        """Copy the numbers to the host, with signals that the ranks shared, without waiting."""
         numbers = [self.loss, self.count, self.grad_norm, self.is_finite, self.loss_scale, *self.nonfinite, *signals]
         self._numbers = Unread(numbers)
 

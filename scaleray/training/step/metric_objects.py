@@ -1,8 +1,7 @@
 """Metrics that are not a sum and a count: torchmetrics' objects, whose state is gathered from all ranks.
 
-Each evaluation starts from scratch. The state is gathered by the metric's own rules, so that a ranking such as AUROC is
-that of all rows together, whatever their shares.
-"""
+Each evaluation starts from scratch. The state is gathered by the metric's own rules, so that a ranking such as AUROC
+covers all rows together, however they are divided."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ from scaleray.workload import call_user_code, own_method
 
 
 class MetricObjects:
-    """The metrics that a workload makes in `metric_objects()`, if any, for one split. names: under which `metrics()`
-    gives what they take."""
+    """The metrics that a workload makes in `metric_objects()`, if any, for one split. names: keys of their arguments in
+    the result of `metrics()`."""
 
     def __init__(self, workload: Any, place: Place, split: str) -> None:
         self.place, self.split = place, split
@@ -45,7 +44,7 @@ class MetricObjects:
             metric.reset()
 
     def update(self, name: str, given: Any, *, counts: bool) -> None:
-        """Give a metric what metrics() gave for it: arguments by place or by name. counts: whether the rows do."""
+        """Update a metric with its arguments from metrics(), by position or by name. counts: whether the rows count."""
         if not counts or self.place.rank != self.place.mesh.replica(self.place.data_rank)[0]:
             return  # a placeholder, or the same rows as another rank's
         metric, what = self._objects[name], f"metrics()[{name!r}]"
@@ -70,7 +69,7 @@ class MetricObjects:
             value = call_user_code(metric.compute, what=what, doing=f"computing {type(metric).__name__}")
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             shown = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise WorkloadError(what, shown, "a metric's value must be one number", "average it, or take it apart")
+            raise WorkloadError(what, shown, "a metric's value must be one number", "average it, or split it")
         return float(value)
 
 
@@ -87,6 +86,6 @@ def _checked(name: str, metric: Any, place: Place) -> Any:
     inner = [type(part).__name__ for part in metric.modules() if part is not metric and isinstance(part, Metric)]
     if inner or not metric._reductions:
         allowed = f"its state lies in others ({', '.join(inner)})" if inner else "it has no state to gather"
-        raise WorkloadError(what, type(metric).__name__, allowed, "give those under names of their own")
+        raise WorkloadError(what, type(metric).__name__, allowed, "return those under their own names")
     check_rules(metric, what)
     return metric.to(place.device)

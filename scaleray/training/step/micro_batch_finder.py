@@ -1,9 +1,8 @@
-"""The largest micro-batch that fits, found by training steps under the real strategy that leave no trace.
+"""The largest micro-batch that fits, found by training steps under the real strategy, which are then undone.
 
 Peak memory grows nearly in a straight line with the micro-batch, so that two small trials tell which size to try next:
-running out of memory, which ranks in the middle of a collective could not agree on, is the exception. What is returned
-was tried on all ranks together.
-"""
+running out of memory, which ranks in the middle of a collective could not agree on, is the exception. The result was
+tried on all ranks together."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ NUM_STEPS = 2  # the second begins with the optimizer's state
 
 @dataclass(frozen=True)
 class Trial:
-    """One size, as the worker that needed most memory saw it. peak_bytes: infinite where memory ran out."""
+    """One size, on the worker that needed most memory. peak_bytes: infinite if memory ran out."""
 
     micro_batch_size: int
     fits: bool
@@ -49,10 +48,9 @@ class Trial:
 
 @dataclass(frozen=True)
 class Found:
-    """The largest size that fits, and what was tried.
+    """The largest size that fits, and the trials.
 
-    limit_bytes: limit of the worker that has least, reserve included.
-    """
+    limit_bytes: limit of the worker with the least memory, including the reserve."""
 
     micro_batch_size: int
     trials: tuple[Trial, ...]
@@ -91,9 +89,8 @@ def find(
     """Search among the divisors of a worker's share, up to the recipe's micro-batch. Collective; all ranks find the
     same.
 
-    batch: rows to make trial batches of. Weights, optimizer state, buffers, gradients and random numbers are afterwards
-    as they were. Raises ConfigError where not even the smallest fits.
-    """
+    batch: rows for trial batches. Weights, optimizer state, buffers, gradients and random numbers are restored. Raises
+    ConfigError if not even the smallest fits."""
     search = _Search(workload, setup, config, recipe, place, batch, gives_tuples, enter)
     largest = recipe.micro_batch_size
     sizes = [d for d in range(1, largest + 1) if recipe.per_worker_batch_size % d == 0]
@@ -214,13 +211,12 @@ class _Search:
         return float(there + live.counted().peak + storage_bytes(g for g in gradients(self.setup) if not live.knows(g)))
 
     def _rows(self, num: int) -> RankBatch:
-        """Trial batch of so many copies of real rows."""
+        """Trial batch with so many copies of real rows."""
         index = np.arange(num) % rows_in(self.batch.columns)
         return RankBatch(self.batch.step, {n: v[index] for n, v in self.batch.columns.items()}, num)
 
     def _bytes_of_other_rows(self, rows: int) -> float:
-        """Bytes of the rows that a trial lacks: a step holds its whole share on the device, of which a trial had only
-        some rows."""
+        """Bytes of the rows that a trial lacks: a step holds its whole share on the device, a trial only some rows."""
         there = rows_in(self.batch.columns)
         row_bytes = sum(v.nbytes for v in self.batch.columns.values()) / there
         return row_bytes * max(0, self.recipe.per_worker_batch_size - rows)
@@ -247,8 +243,7 @@ def _limit_bytes(config: RunConfig, device: torch.device) -> float:
 def _unchanged(workload: Any, setup: Setup) -> Iterator[None]:
     """Context that restores the training state on exit.
 
-    Copies are kept in the host's memory.
-    """
+    The copies are in the host's memory."""
     module, optimizer, scaler, parallel = setup.parallel.module, setup.optimizer, setup.precision.scaler, setup.parallel
     state = {p: dict(entries) for p, entries in optimizer.state.items()}
     tensors = [

@@ -1,5 +1,4 @@
-"""A worker's rows of a step, cut into the micro-batches that the model sees, on the device and as the workload knows
-them."""
+"""A worker's rows of a step, divided into micro-batches on the device, in the workload's form."""
 
 from __future__ import annotations
 
@@ -23,11 +22,10 @@ from scaleray.workload import own_method
 
 
 def micro_batches(batch: RankBatch, size: int, *, at_least: int = 1) -> Iterator[tuple[dict[str, Any] | Made, int]]:
-    """Slices of at most `size` rows with the number of rows that count: 0 for a placeholder. Those that `collate` has
-    made already come so.
+    """Slices of at most `size` rows, or batches already made by `collate`, with the number of rows that count: 0 for a
+    placeholder.
 
-    Placeholders come first, until there are `at_least` so many.
-    """
+    Placeholders come first, to make `at_least` this many."""
     edges = list(cuts_of(batch, size))
     for _ in range(at_least - len(edges)):
         yield {name: values[:1] for name, values in batch.columns.items()}, 0
@@ -37,17 +35,18 @@ def micro_batches(batch: RankBatch, size: int, *, at_least: int = 1) -> Iterator
 
 
 def cuts_of(batch: RankBatch, size: int) -> Iterator[tuple[int, int]]:
-    """Where the micro-batches of a batch begin and end: of so many rows, or as its plan has counted them in tokens."""
+    """Bounds of the micro-batches of a batch: by rows, or as its plan has counted tokens."""
     return cuts(batch.num_rows, size) if batch.cuts is None else itertools.pairwise(batch.cuts.edges)
 
 
 def most_micro_batches(batch: RankBatch, size: int, *, num_rows: int, num_shares: int) -> int:
-    """Micro-batches of the rank that has most of them. num_rows: of the global batch, which has so many shares."""
+    """Number of micro-batches of the rank with the most. num_rows: of the global batch, which is divided into
+    `num_shares`."""
     return math.ceil(math.ceil(num_rows / num_shares) / size) if batch.cuts is None else batch.cuts.most
 
 
 def cuts(num_rows: int, size: int) -> Iterator[tuple[int, int]]:
-    """Where the micro-batches of so many rows begin and end; none for no rows."""
+    """Bounds (start, stop) of the micro-batches of `num_rows` rows; none if there are no rows."""
     edges = [*range(0, num_rows, size), num_rows]
     if num_rows % size == 1 and len(edges) > 2 and size > 2:
         edges[-2] -= 1  # no micro-batch of a single row beside larger ones: batch normalisation cannot train on it
@@ -58,9 +57,7 @@ def collate_ahead(
     workload: Any, split: Split, cuts: Callable[[RankBatch], Iterable[tuple[int, int]]], *, may_draw: bool
 ) -> CollateAhead | None:
     """Function that makes a split's micro-batches ahead of the training; None if the training has to call `collate`
-    itself. cuts: returns where the micro-batches of a batch begin and end. may_draw: assume that it draws random
-    numbers.
-    """
+    itself. cuts: returns the bounds of a batch's micro-batches. may_draw: assume that it draws random numbers."""
     look = split.collate
     if look is None or look.why_in_turn or may_draw or not getattr(workload, "collates_ahead", True):
         return None
@@ -71,10 +68,9 @@ def collate_ahead(
 def user_batch(
     workload: Any, rows: dict[str, Any] | Made, device: torch.device, dtype: torch.dtype | None, *, gives_tuples: bool
 ) -> Any:
-    """Rows as the workload's loss takes them, on `device`: its columns as tensors, or what its `collate` makes of them.
+    """Rows for the workload's loss, on `device`: its columns as tensors, or the result of its `collate`.
 
-    dtype: of floating-point tensors, if it is given. Raises DataError for ragged rows that nothing collates.
-    """
+    dtype: of floating-point tensors, if given. Raises DataError for ragged rows without a `collate`."""
     found: dict[str, Any] = {}
     if isinstance(rows, Made):
         made = _taken_out(rows.batch, found)
@@ -95,7 +91,7 @@ class _Slot:
 
 
 def _taken_out(batch: Any, found: dict[str, Any]) -> Any:
-    """A batch with slots for its tensors and arrays, which are put into `found` by name."""
+    """A batch with slots for its tensors and arrays, which are stored in `found` by name."""
     if isinstance(batch, torch.Tensor | np.ndarray):
         name = str(len(found))
         found[name] = batch
@@ -122,10 +118,8 @@ def _put_back(batch: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def to_device(columns: dict[str, Any], device: torch.device, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Columns as tensors on `device`; floating-point ones converted to `dtype` if it is given. A GPU copies them while
-    it computes: the host, which runs ahead, takes the rows of the next micro-batch while the last one is still being
-    computed.
-    """
+    """Columns as tensors on `device`; floating-point ones converted to `dtype` if given. A GPU copies them while it
+    computes: the host runs ahead and prepares the next micro-batch while the last one is still being computed."""
     tensors = {n: v if isinstance(v, torch.Tensor) else torch.from_numpy(v) for n, v in columns.items()}
     if device.type == "cuda":
         tensors = _copied_beside(tensors, device)
@@ -133,7 +127,7 @@ def to_device(columns: dict[str, Any], device: torch.device, dtype: torch.dtype 
 
 
 def _copied_beside(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """The tensors on a GPU, copied on a stream of their own, for which the training's stream waits. Not run yet."""
+    """The tensors on a GPU, copied on a separate stream, which the training's stream waits for. Not run yet."""
     copies, training = _copy_stream(device), torch.cuda.current_stream(device)
     with torch.cuda.stream(copies):
         found = {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()}

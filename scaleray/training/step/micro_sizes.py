@@ -1,4 +1,4 @@
-"""The rows of a micro-batch where they are not the config's: found by trying, or halved when memory ran out."""
+"""Rows of a micro-batch if they differ from the config's: found by trials, or halved when memory ran out."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from scaleray.training.step import micro_batch_finder
 
 
 class MicroSizes:
-    """Rows of a micro-batch where they are not the config's.
+    """Rows of a micro-batch if they differ from the config's.
 
-    now: number of rows; None is the config's. search: what was tried, for the summary.
-    """
+    now: number of rows; None: the config's. search: the trials, for the summary."""
 
     def __init__(self, config: RunConfig, place: Place, reporter: Reporter) -> None:
         self.config, self.place, self.reporter = config, place, reporter
@@ -29,8 +28,8 @@ class MicroSizes:
         self.search: dict[str, Any] = {}
 
     def most_before_search(self, recipe: Recipe) -> int:
-        """Rows of a micro-batch that surely fit: two while the size is still to be found, as the config's may be too
-        many."""
+        """Rows of a micro-batch that surely fit: two until the size has been found, since the config's may be too
+        large."""
         most = 2 if self.config.memory.find_micro_size else recipe.micro_batch_size
         return min(most, self.now or most)
 
@@ -44,7 +43,7 @@ class MicroSizes:
         gives_tuples: bool,
         enter: Callable[[Phase], object],
     ) -> Recipe | None:
-        """The recipe to train with, where it is another: as before the interruption, or found now. Collective."""
+        """The recipe to train with, if it differs: as before the interruption, or found now. Collective."""
         known = self.now
         if known is not None and recipe.per_worker_batch_size % known == 0 and known <= recipe.micro_batch_size:
             return with_micro_size(recipe, known, why="as before the interruption")
@@ -62,9 +61,9 @@ class MicroSizes:
         return with_micro_size(recipe, found.micro_batch_size, why="found before the first step")
 
     def say_halved(self, before: Recipe, after: Recipe, *, step: int) -> None:
-        """Say that memory ran out. step: the last one that was taken."""
+        """Log that memory ran out. step: the last one that was taken."""
         text = (
             f"out of memory with micro-batches of {before.micro_batch_size} rows: repeating step {step + 1} with "
-            f"{after.micro_batch_size}, {after.accumulation_steps} accumulated; the global batch stays"
+            f"{after.micro_batch_size}, {after.accumulation_steps} accumulated; the global batch is unchanged"
         )
         self.reporter.say(text, is_warning=True, step=step)

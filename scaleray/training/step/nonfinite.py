@@ -10,12 +10,13 @@ from scaleray.errors import NonFiniteLossError
 from scaleray.records.run_record import StepRecord
 
 Look = Callable[[int], RowsOfStep | None]
-"""Description of the rows of a step, by its number from 1; None if it is not known."""
+"""Description of the rows of a step, by its number from 1; None if unknown."""
 MAX_SKIPPED_IN_A_ROW = 10  # with `skip`: a run that only skips is not training any more
 
 
 def stops_at(taken: StepRecord, policy: str, look: Look) -> bool:
-    """Whether the run ends in good order after a step that was not finite. Raises NonFiniteLossError where it fails."""
+    """Whether the run ends in good order after a step that was not finite. Raises NonFiniteLossError if the run
+    fails."""
     if policy == "raise":
         rows = look(taken.step)
         advice = "Lower the learning rate, clip gradients (optimizer.clip_norm), or set on_nonfinite to skip or stop."
@@ -33,7 +34,7 @@ def stops_at(taken: StepRecord, policy: str, look: Look) -> bool:
 
 
 def verdict_of(taken: StepRecord, look: Look) -> str:
-    """Why a run has stopped in good order."""
+    """Reason why a run has stopped in good order."""
     rows = look(taken.step)
     because = f": {rows.bad}" if rows is not None and rows.bad is not None else ""
     return f"stopped: {_what_was_nonfinite(taken)}{because}"

@@ -1,9 +1,7 @@
-"""Uses of the model in the user's loss that a strategy does not support, found on one worker, where they would not
-fail.
+"""Find, on one worker, uses of the model in the user's loss that a strategy does not support on several.
 
 A recipe that trains on one worker must not fail on two because of how its loss uses the model. The check of the first
-batch uses this for the strategy that the config names.
-"""
+batch uses this for the strategy that the config names."""
 
 from __future__ import annotations
 
@@ -25,8 +23,8 @@ from scaleray.strategies.sharding.fsdp_units import choose_units
 
 @contextlib.contextmanager
 def rehearsed(model: nn.Module, config: RunConfig, workload: Any) -> Iterator[nn.Module]:
-    """Context for one forward pass on a model that is whole: it raises WorkloadError for what the strategy named in the
-    config could not do on several workers. Gives the model that the user's code is to get."""
+    """Context for one forward pass on a whole model: raises WorkloadError for uses that the config's strategy does not
+    support on several workers. Yields the model for the user's code."""
     name = config.strategy.name
     with contextlib.ExitStack() as stack:
         if name == "fsdp" and config.fsdp.reshard_after_forward:
@@ -44,8 +42,8 @@ def rehearsed(model: nn.Module, config: RunConfig, workload: Any) -> Iterator[nn
 
 @contextlib.contextmanager
 def no_gradients_of_gradients(model: nn.Module, strategy: str) -> Iterator[None]:
-    """Context for one forward pass: raises WorkloadError where the loss differentiates (in a pipeline), or does so in a
-    way that can be differentiated again, under a strategy that would do it wrong or not at all."""
+    """Context for one forward pass: raises WorkloadError if the loss differentiates (in a pipeline), or does so with
+    create_graph, under a strategy that does not support it."""
     if not traits_of(strategy).splits_parameters:  # what is communicated for these is not differentiated again
         yield
         return
@@ -63,7 +61,7 @@ def no_gradients_of_gradients(model: nn.Module, strategy: str) -> Iterator[None]
             raise WorkloadError.problem(
                 "loss()",
                 "differentiates with create_graph: "
-                f"{strategy} has no gradients of gradients: what it communicates is not differentiated again",
+                f"{strategy} has no gradients of gradients: its communication cannot be differentiated",
                 advice,
             )
 
@@ -83,7 +81,7 @@ def no_gradients_of_gradients(model: nn.Module, strategy: str) -> Iterator[None]
 
 
 class Absent(torch.Tensor):
-    """A weight where it will not be there: it tells its shape and device, and refuses to be computed with."""
+    """A weight where it will be absent: it has a shape and a device, and refuses computation."""
 
     path: str
     why: str
@@ -108,7 +106,7 @@ class Absent(torch.Tensor):
 
 @contextlib.contextmanager
 def _weights_within(owners: Iterable[nn.Module], model: nn.Module, why: str) -> Iterator[None]:
-    """Context in which parameters of `owners` can be computed with in their forward passes alone."""
+    """Context in which parameters of `owners` can be used only in their owners' forward passes."""
     names = {id(p): name for name, p in model.named_parameters()}
     with contextlib.ExitStack() as stack:
         for owner in reversed(list(owners)):  # inner ones first, which keep what is theirs

@@ -1,8 +1,7 @@
-"""One forward pass of a batch for all that is measured on it: the metrics' pass serves the loss as well.
+"""Share one forward pass of a batch between the metrics and the loss.
 
-`metrics(model, batch)` and `loss(model, batch)` are the user's, and each calls the model. Where the second call is of
-the same rows it is given what the first one returned: in evaluation mode the model computes the same from them.
-"""
+`metrics(model, batch)` and `loss(model, batch)` are the user's, and each calls the model. If the second call has the
+same rows, it gets the result of the first: in evaluation mode the model computes the same from them."""
 
 from __future__ import annotations
 
@@ -18,9 +17,8 @@ PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class OnePass:
-    """Output of a model for a batch. batch: the batch's tensors; only they, and views of them, are recognised: for any
-    other tensor it is unknown whether its memory was another's before.
-    """
+    """Output of a model for a batch. batch: the batch's tensors; only these, and views of them, are recognised, since
+    the memory of any other tensor may have been reused."""
 
     def __init__(self, batch: Iterable[Any]) -> None:
         self._memory = {t.untyped_storage().data_ptr() for t in tree_leaves(list(batch)) if _is_dense(t)}
@@ -28,8 +26,8 @@ class OnePass:
 
     @contextlib.contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
-        """Context in which the model's forward pass is taken once for equal arguments. A compiled model runs as it is,
-        as its graph would be another one."""
+        """Context in which the model's forward pass runs once for equal arguments. A compiled model is left unchanged,
+        since its graph would change."""
         if getattr(model, "_compiled_call_impl", None) is not None or "forward" in vars(model):
             yield
             return

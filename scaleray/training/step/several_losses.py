@@ -1,8 +1,7 @@
 """Steps of a workload with several losses: one after the other, each with its own backward pass, clipping and update.
 
-All losses of a step see the same rows. A loss moves the parameters of its own optimizer; what it computes for others is
-dropped, and not computed at all where this rank has whole parameters.
-"""
+All losses of a step see the same rows. A loss moves the parameters of its own optimizer; its gradients for other
+parameters are dropped, and not computed at all if this rank has whole parameters."""
 
 from __future__ import annotations
 
@@ -32,16 +31,17 @@ from scaleray.training.step.step import Probe, TrainStep
 
 
 class OptimizerStep(Protocol):
-    """Takes optimizer steps for one worker. count_per_row, nonfinite_in_a_row: numbers, of several losses by name."""
+    """Takes optimizer steps for one worker. count_per_row, nonfinite_in_a_row: numbers, or by name for several
+    losses."""
 
     recipe: Recipe
     noise: NoiseMeter | None
     num_updates: int
-    """Number of steps taken, with those before an interruption."""
+    """Number of steps taken, including those before an interruption."""
     count_per_row: Any
     """Samples or tokens that count in a row of the last step."""
     nonfinite_in_a_row: Any
-    """How many of the last steps were not finite."""
+    """Number of consecutive last steps that were not finite."""
 
     def launch(self, batch: RankBatch, *, num_rows: int, want_norm: bool, meets: bool = True) -> Launched:
         """Train on one global batch of `num_rows` rows, of which `batch` is this rank's part. Collective.
@@ -51,7 +51,7 @@ class OptimizerStep(Protocol):
 
 
 class SeveralLosses:
-    """Takes the place of a TrainStep: has one for each loss, in the order of `losses()`."""
+    """Replaces a TrainStep: has one for each loss, in the order of `losses()`."""
 
     noise: NoiseMeter | None = None
 
@@ -142,7 +142,7 @@ class SeveralLosses:
         return together
 
     def _put_in_order(self) -> None:
-        """Bring the losses into the order that the workload has for them, once it knows it."""
+        """Sort the losses in the workload's order, once it is known."""
         order = getattr(self.workload, "order_of_losses", None) or self.steps
         if list(order) == list(self.steps):
             return
@@ -155,7 +155,7 @@ class SeveralLosses:
 
     @contextlib.contextmanager
     def _alone(self, parameters: list[nn.Parameter], recipe: Recipe) -> Iterator[None]:
-        """Context in which gradients are computed for these parameters alone."""
+        """Context in which gradients are computed only for these parameters."""
         if traits_of(recipe.strategy).splits_parameters:
             yield  # what holds a part of them has noted which need a gradient
             return
@@ -171,7 +171,7 @@ class SeveralLosses:
 
 
 class LaunchedSteps:
-    """The steps of several losses that were given to the device, as one."""
+    """The steps of several losses given to the device, as one step."""
 
     def __init__(self, by_name: Mapping[str, LaunchedStep]) -> None:
         self._by_name = dict(by_name)
@@ -182,7 +182,7 @@ class LaunchedSteps:
             step.wait()
 
     def result(self, **facts: Any) -> StepRecord:
-        """Result of the step: the losses are summed, and the norm is that of all gradients together."""
+        """Result of the step: the sum of the losses, and the norm of all gradients together."""
         found: dict[str, StepRecord] = {}
         for name, step in self._by_name.items():
             with named(name):
@@ -205,7 +205,7 @@ class LaunchedSteps:
 
 
 class _Part:
-    """A probe's look at one of several losses. `of`: the parameters that it moves, by id."""
+    """Passes one of several losses to a probe. `of`: the parameters that it moves, by id."""
 
     def __init__(self, probe: Probe, setup: Setup, of: set[int], *, is_first: bool) -> None:
         self.probe, self.setup, self.of, self.is_first = probe, setup, of, is_first
@@ -227,7 +227,7 @@ class _Part:
 
 @contextlib.contextmanager
 def named(name: str) -> Iterator[None]:
-    """Context in which an error of `loss()` says which of several it was."""
+    """Context that adds the loss's name to an error of `loss()`."""
     try:
         yield
     except WorkloadError as exc:
@@ -237,6 +237,6 @@ def named(name: str) -> Iterator[None]:
 
 
 def train_step(workload: Any, setup: Setup, *args: Any, **options: Any) -> OptimizerStep:
-    """Object that takes a workload's steps; see TrainStep for its arguments."""
+    """Object that takes a workload's steps; see TrainStep for the arguments."""
     kind = TrainStep if losses_of(workload) is None else SeveralLosses
     return kind(workload, setup, *args, **options)

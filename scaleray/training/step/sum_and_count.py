@@ -13,7 +13,7 @@ from scaleray.errors import WorkloadError
 
 
 def check_sum_and_count(result: Any, *, what: str) -> tuple[torch.Tensor, Any]:
-    """The pair that a loss or metric must be. Raises WorkloadError with what it was instead."""
+    """The pair from a loss or metric. Raises WorkloadError describing any other result."""
     if not isinstance(result, tuple) or len(result) != 2:
         found = f"a tensor of shape {list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
         raise WorkloadError(
@@ -27,7 +27,7 @@ def check_sum_and_count(result: Any, *, what: str) -> tuple[torch.Tensor, Any]:
         raise WorkloadError(
             f"the sum returned by {what}",
             "sharded over the workers",
-            "it was computed with a weight outside of the layer that has it, where a worker holds a part of it",
+            "it was computed with a weight outside of its layer, where a worker holds only a part of it",
             "for a penalty on weights use optimizer.weight_decay; or use --strategy.name ddp or zero1",
         )
     if not isinstance(total, torch.Tensor) or total.numel() != 1:

@@ -1,4 +1,4 @@
-"""Passes that are only tried: afterwards model and workload are what they were."""
+"""Trial passes, after which model and workload are restored."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from scaleray.training.health.live_memory import local_part
 
 @contextlib.contextmanager
 def unchanged_model(workload: Any, module: nn.Module) -> Iterator[None]:
-    """Context after which parameters, buffers, modes and the workload's own state are what they were, whatever passes
-    do.
+    """Context that restores parameters, buffers, modes and the workload's own state at its end.
 
-    Copies lie where the values are: those of trained parameters take no more than gradients will. Frozen ones are left
-    out where they are more than that (the base of adapters); those that a loss moves, a teacher's, are as many.
-    """
+    Copies are on the values' own devices: those of trained parameters take no more than gradients will. Frozen ones are
+    left out if they take more than that (the base of adapters); those that a loss moves, a teacher's, are as many."""
     trained = [p for p in module.parameters() if p.requires_grad]
     frozen = [p for p in module.parameters() if not p.requires_grad]
     kept = [*trained, *(frozen if _bytes(frozen) <= _bytes(trained) else [])]

@@ -1,10 +1,9 @@
-"""Loss over all rows of a global batch, whatever workers and micro-batches they are on: `outputs()` and `batch_loss()`.
+"""Loss over all rows of a global batch, across workers and micro-batches: `outputs()` and `batch_loss()`.
 
 The outputs of all rows are gathered, every worker computes the loss of them and its gradient with respect to them, and
 each micro-batch then has the loss `sum(outputs * gradient)`, whose gradient with respect to the parameters is its part
-of the whole one. With several micro-batches a worker, the first forward passes are taken without gradients and once
-more with them (gradient caching: Gao et al., 2021, arXiv:2101.06983).
-"""
+of the whole one. With several micro-batches a worker, the forward passes run without gradients first and then again
+with them (gradient caching: Gao et al., 2021, arXiv:2101.06983)."""
 
 from __future__ import annotations
 
@@ -28,10 +27,9 @@ WIDE = (torch.float32, torch.float64)
 
 
 def gathered_rows(outputs: Mapping[str, torch.Tensor], place: Place) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """The rows of all workers in the order of the global batch, and how many each share has. Collective.
+    """The rows of all workers in the order of the global batch, and the size of each share. Collective.
 
-    Raises WorkloadError on all workers where they have tensors of different types or shapes.
-    """
+    Raises WorkloadError on all workers if they have tensors of different types or shapes."""
     own = {name: outputs[name].contiguous() for name in sorted(outputs)}
     rows = next(iter(own.values())).shape[0]
     if place.world_size == 1:
@@ -79,7 +77,7 @@ class WholeBatchLoss:
     @contextlib.contextmanager
     def first_pass(self, batch: Any, weight: int) -> Iterator[None]:
         """Context of a micro-batch's first forward pass. weight: its rows that count, 0 for a placeholder. Raises
-        WorkloadError where the batch is changed in place."""
+        WorkloadError if the batch is changed in place."""
         self._counts = weight > 0
         self._states.append(random_state(self.place.device))
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
@@ -87,7 +85,7 @@ class WholeBatchLoss:
         with torch.no_grad(), outputs_go_to(self._collect):
             yield
         if [tensor._version for tensor in tensors] != before:
-            allowed = "it sees a batch twice where there are several micro-batches, and must not change it"
+            allowed = "it receives a batch twice if there are several micro-batches, and must not change it"
             raise WorkloadError("outputs()", "changes its batch in place", allowed, "work on a copy of the tensor")
 
     @contextlib.contextmanager
@@ -100,7 +98,7 @@ class WholeBatchLoss:
             yield
 
     def meet(self, autocast: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-        """Compute the loss of the outputs of all workers, and its gradient. Collective."""
+        """Compute the loss over the outputs of all workers, and its gradient. Collective."""
         everyone, sizes = gathered_rows(joined(self._parts), self.place)
         self.bytes_gathered = sum(tensor.nbytes for tensor in everyone.values())
         start = sum(sizes[: self.place.data_rank])
@@ -164,15 +162,16 @@ class WholeBatchLoss:
 
 
 class EvaluatedBatchLoss:
-    """The loss of an evaluated split, over as many rows in turn as a global batch has. The last may be fewer."""
+    """The loss of an evaluated split, over groups of as many rows as a global batch has. The last group may be
+    smaller."""
 
     def __init__(self, workload: Any, place: Place, size: int) -> None:
         self.workload, self.place, self.size = workload, place, size
         self._rows: dict[str, torch.Tensor] = {}
 
     def of_batch(self, num_rows: int) -> Callable[[Outputs], tuple[torch.Tensor, torch.Tensor]]:
-        """The loss of the groups of rows that are complete with a batch, of which so many rows are this worker's: none
-        of a placeholder. Collective."""
+        """The loss of the groups of rows that a batch completes, with so many rows of this worker: 0 for a placeholder.
+        Collective."""
 
         def take(outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor]:
             own = {name: tensor.detach()[:num_rows] for name, tensor in outputs.items()}
@@ -187,14 +186,14 @@ class EvaluatedBatchLoss:
         return take
 
     def rest(self) -> torch.Tensor:
-        """Loss and count of the last rows, which are fewer; zeros if there are none."""
+        """Loss and count of the last, incomplete group; zeros if there is none."""
         rows, self._rows = self._rows, {}
         if not rows or not next(iter(rows.values())).shape[0]:
             return torch.zeros(2, dtype=torch.float64, device=self.place.device)
         return self._loss_of(rows)
 
     def _loss_of(self, rows: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Loss and count, on the first share alone, as all workers have the same."""
+        """Loss and count, on the first share only, since all workers have the same."""
         given = self.workload.batch_loss({name: wide(tensor) for name, tensor in rows.items()})
         total, count = check_sum_and_count(given, what="batch_loss()")
         found = torch.tensor([0.0, float(count)], dtype=torch.float64, device=self.place.device)
@@ -203,7 +202,7 @@ class EvaluatedBatchLoss:
 
 
 def joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The rows of several micro-batches in one. Raises WorkloadError where their shapes differ."""
+    """The rows of several micro-batches in one. Raises WorkloadError if their shapes differ."""
     kinds = [{n: f"{t.dtype} {list(t.shape[1:])}" for n, t in part.items()} for part in parts]
     other = next((each for each in kinds if each != kinds[0]), None)
     if other is not None:
@@ -212,7 +211,7 @@ def joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, in float32 where it has fewer digits, for sums over many rows."""
+    """The tensor, in float32 if it has fewer digits, for sums over many rows."""
     return tensor.float() if tensor.is_floating_point() and tensor.dtype not in WIDE else tensor
 
 
@@ -220,5 +219,5 @@ def _unequal(of: str, one: Mapping[str, str], other: Mapping[str, str]) -> Workl
     name = min(n for n in {*one, *other} if one.get(n) != other.get(n))
     return WorkloadError(
         f"outputs()[{name!r}]", f"{one.get(name, 'missing')} and {other.get(name, 'missing')}",
-        f"tensors of all {of} must be alike but for the number of rows", "pad them to one size",
+        f"tensors of all {of} must be equal in everything but the number of rows", "pad them to one size",
     )  # fmt: skip

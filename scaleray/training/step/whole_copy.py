@@ -1,8 +1,7 @@
-"""A whole copy of the model on each worker, for code that uses it in a number of passes that is not known.
+"""A whole copy of the model on each worker, for code with an unknown number of passes.
 
-Under strategies that shard parameters every pass of one worker needs the others. An evaluation by generation takes as
-many passes as its rows need; so each worker gets the current weights whole, for the duration of the evaluation.
-"""
+Under strategies that shard parameters every pass of one worker needs the others. The passes of an evaluation by
+generation depend on its rows; so each worker gets the current weights whole, for the duration of the evaluation."""
 
 from __future__ import annotations
 
@@ -28,21 +27,21 @@ from scaleray.workload import built_model
 
 
 class WholeCopy:
-    """Copies of a model that a strategy has shared out. It is built once; between two uses it holds no weights."""
+    """Whole copy of a model that a strategy has sharded. It is built once, and holds no weights between two uses."""
 
     def __init__(self, job: TrainJob, setup: Setup, place: Place) -> None:
         self.job, self.setup, self.place = job, setup, place
         self._model: nn.Module | None = None
 
     def check_fits(self, what: str) -> None:
-        """Raise WorkloadError or ConfigError where a worker has no room for the whole model. Collective."""
+        """Raise WorkloadError or ConfigError if a worker has no room for the whole model. Collective."""
         settings = self.job.config.fsdp
         if settings.build_gib is not None:
             raise ConfigError(
                 "fsdp.build_gib",
                 settings.build_gib,
                 f"{what} needs the whole model on each worker, which is larger than one",
-                "measure in metrics(), whose passes all workers run alike",
+                "measure in metrics(), whose passes all workers run together",
             )
         need, parallel = float(sum(sizes(self.setup.parallel.module).values())), self.setup.parallel
         if parallel.parameter_names:  # of a pipeline's stages, each replica has all
@@ -52,13 +51,13 @@ class WholeCopy:
             raise WorkloadError(
                 what,
                 f"on {self.place.world_size} workers that share out a model of {memory(need)}",
-                "it needs the whole of it on each worker for its passes, and they have no room for that",
-                "measure in metrics(), whose passes all workers run alike, or evaluate a checkpoint: scaleray evaluate",
+                "its passes need the whole model on each worker, for which there is no room",
+                "measure in metrics(), whose passes all workers run together, or use scaleray evaluate on a checkpoint",
             )
 
     @contextlib.contextmanager
     def filled(self) -> Iterator[nn.Module]:
-        """Context with the whole model, its weights those of now, in evaluation mode. Collective where it begins."""
+        """Context with the whole model and its current weights, in evaluation mode. Entering it is collective."""
         if self._model is None:
             self._model = self._built()
         model = self._model
@@ -103,7 +102,7 @@ class WholeCopy:
 
 
 def _twin(workload: Any) -> Any:
-    """A workload that keeps the modules it builds apart; the workload itself continues with the trained model."""
+    """A workload that stores the modules it builds separately; the workload itself keeps the trained model."""
     if not hasattr(workload, "__dict__"):
         return workload
     twin = object.__new__(type(workload))
@@ -112,7 +111,7 @@ def _twin(workload: Any) -> Any:
 
 
 def _free_bytes(place: Place) -> float:
-    """Memory that one worker may take on its device now."""
+    """Memory that one worker may still allocate on its device."""
     if place.device.type == "cuda":
         return float(torch.cuda.mem_get_info(place.device)[0])
     return psutil.virtual_memory().available / place.local_world_size

@@ -1,15 +1,14 @@
 """Shares of the global batch that follow the speed of each worker, measured while it trains.
 
 A worker's speed is samples over the seconds from the beginning of its step, input at hand, to its last gradient. Other
-workers cannot delay that: within it no worker communicates, except that DDP, where a model has buffers, makes them
-equal before the first forward pass, which is where the clock starts then. What remains is the worker's own: forward and
-backward passes of all its micro-batches, and their copies to the device. Limits: the optimizer's update, which is the
-same for all, is not in it; on machines that workers share, reductions of others take their share of the cores; and a
-workload that communicates in its own loss is measured with the wait.
+workers cannot delay that: no worker communicates meanwhile, except that DDP makes a model's buffers equal before the
+first forward pass, after which the clock then starts. The rest is the worker's own: forward and backward passes of all
+its micro-batches, and their copies to the device. Limits: the optimizer's update, which is the same for all, is not
+included; on shared machines, reductions of other workers use some of the cores; and a workload that communicates in its
+own loss is measured with the wait.
 
-The fixed part of a micro-batch's time makes a speed depend on the share it was measured at. The shares still settle
-where they should: they only stay where all workers are done together.
-"""
+The fixed part of a micro-batch's time makes a speed depend on the share it was measured at. The shares still converge
+correctly: they are stable only when all workers finish together."""
 
 from __future__ import annotations
 
@@ -30,10 +29,9 @@ MEASURED_STEPS = 16  # steps before a measurement is taken; their median leaves 
 
 
 class WorkerShares:
-    """The shares of all workers, and when they change. Without `shares.by speed` they do not.
+    """The shares of all workers, which change only with `shares.by speed`.
 
-    before: `state` of a checkpoint. now: samples of a full batch by rank; None means equal shares.
-    """
+    before: `state` of a checkpoint. now: samples of a full batch by rank; None means equal shares."""
 
     def __init__(
         self, config: RunConfig, recipe: Recipe, place: Place, before: Mapping[str, Any] | None = None
@@ -54,12 +52,12 @@ class WorkerShares:
         return self._recipe.measure_shares_every_steps is not None
 
     def first_words(self, *, deterministic: bool) -> list[tuple[str, bool]]:
-        """Warnings and notes on shares that are not equal, each with whether it is a warning."""
+        """Warnings and notes on unequal shares, each with whether it is a warning."""
         words = [(described(self.now, self.speeds), False)] if self.now is not None else []
         if deterministic and self._follows_speed:
             warning = (
-                "shares follow measured times, so that another run sums the same samples in other groups: "
-                "equal to rounding, not to the bit"
+                "shares follow measured times, so another run sums the same samples in other groups: results are "
+                "equal up to rounding, not to the bit"
             )
             words.append((warning, True))
         return words
@@ -70,16 +68,15 @@ class WorkerShares:
             self._meter = ComputeMeter(module, self._place.device)
 
     def begin_step(self, step: int) -> None:
-        """Begin step `step`, counted from 1, on this rank, its batch at hand."""
+        """Begin step `step`, counted from 1, on this rank, once its batch is available."""
         every = self._recipe.measure_shares_every_steps
         if self._meter is not None and every is not None and (-step) % every < MEASURED_STEPS:
             self._meter.begin()
 
     def end_step(self, step: int, num_rows: int) -> str | None:
-        """End the step, with so many rows of this rank; says so if the shares are others from the next one on.
+        """End the step, with so many rows of this rank; logs a change of the shares from the next step on.
 
-        Collective in every `measure_every`-th step, and the same on all ranks.
-        """
+        Collective in every `measure_every`-th step, and the same on all ranks."""
         if self._meter is None:
             return None
         found = self._meter.end()
@@ -117,7 +114,7 @@ class WorkerShares:
         return described(shares, self.speeds)
 
     def measured_speed(self) -> float:
-        """Samples a second that this rank has computed since the last measurement; 0 if it had none to compute."""
+        """Samples a second computed by this rank since the last measurement; 0 if it had none to compute."""
         times = [self._meter.seconds(found) / rows for rows, found in self._measured] if self._meter else []
         median = statistics.median(times) if times else 0.0
         return 1.0 / median if median > 0 else 0.0
@@ -131,7 +128,7 @@ class WorkerShares:
 
 
 class ComputeMeter:
-    """Measures from the beginning of a step to this rank's last gradient, on the device's own clock."""
+    """Measures the time from the beginning of a step to this rank's last gradient, on the device's own clock."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -150,7 +147,8 @@ class ComputeMeter:
         self._start, self._end = self._mark(), None
 
     def end(self) -> Any:
-        """End the step; gives what `seconds` takes, or None for a step that is not measured or the first of all."""
+        """End the step; returns the argument of `seconds`, or None for the first step and for one that is not
+        measured."""
         was_on, self._is_on = self._is_on, False
         if not was_on or self._end is None:
             return None
@@ -159,7 +157,7 @@ class ComputeMeter:
         return (self._start, self._end) if self._num_steps > 1 else None
 
     def seconds(self, found: Any) -> float:
-        """How long a measured step took; on a GPU this waits for it."""
+        """Seconds of a measured step; on a GPU this waits for it."""
         start, end = found
         if not self._is_cuda:
             return float(end - start)

@@ -121,4 +121,8 @@ def test_a_straggler_of_a_model_in_one_bucket_is_named_with_the_only_layer_that_
 
 
 def test_notes_that_all_ranks_share_stand_once(gloo):
-    assert profile_of(gloo, "", {"strategy.name": "diloco", "stop.after": "6 steps"}).notes[0].startswith("how late")
+    assert (
+        profile_of(gloo, "", {"strategy.name": "diloco", "stop.after": "6 steps"})
+        .notes[0]
+        .startswith("lateness of ranks")
+    )

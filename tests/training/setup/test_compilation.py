@@ -255,7 +255,7 @@ def test_the_model_is_left_without_compiled_parts():
 def test_what_cannot_be_is_refused():
     with pytest.raises(WorkloadError, match=r"compilation\.what blocks applies to the model's blocks"):
         train_alone(Classify(), ON_BLOCKS)
-    with pytest.raises(ConfigError, match=r"compilation\.mode.*applies to inductor"):
+    with pytest.raises(ConfigError, match=r"compilation\.mode.*applies only to inductor"):
         make_job(Classify(), {**ON_MODEL, "compilation.mode": "max-autotune"})
 
 

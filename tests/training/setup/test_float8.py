@@ -192,7 +192,7 @@ def test_what_cannot_be_is_refused_before_anything_runs(flags, says):
     ("workload", "flags", "says"),
     [
         (Classify(), {}, "8 x 6, not multiples of 16"),
-        (Wide(), {"precision.float8_leave_out": ["9"]}, "no linear layer has such a name"),
+        (Wide(), {"precision.float8_leave_out": ["9"]}, "no linear layer has this name"),
         (Wide(), {"precision.float8_leave_out": ["1", "3"]}, "left out by float8_leave_out"),
     ],
 )

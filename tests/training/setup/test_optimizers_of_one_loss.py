@@ -82,5 +82,5 @@ def test_a_parameter_of_two_optimizers_is_refused():
         def optimizer(self, model, settings):
             return {n: torch.optim.SGD(model.parameters(), 0.1) for n in ("one", "other")}
 
-    with pytest.raises(WorkloadError, match="several of them hold one parameter"):
+    with pytest.raises(WorkloadError, match="some of them share a parameter"):
         train_alone(Shared(), FLAGS)

@@ -73,7 +73,7 @@ def test_rates_that_follow_the_derived_one_are_none_of_our_business(factors):
     ("key", "value", "shown"),
     [
         ("betas", (0.8, 0.95), "(0.8, 0.95)"), ("epsilon", 1e-6, "1e-06"), ("weight_decay", 0.1, "0.1"),
-        ("momentum", 0.5, "it has none"), ("name", "sgd", "it has AdamW"),
+        ("momentum", 0.5, "it uses none"), ("name", "sgd", "it uses AdamW"),
     ],
 )  # fmt: skip
 def test_any_other_setting_that_was_asked_for_and_is_ignored_is_said_too(key, value, shown):
@@ -105,7 +105,7 @@ def test_betas_that_a_rule_moves_and_the_optimizer_ignores_are_said_and_recorded
 
 
 def test_a_rule_or_a_swept_value_that_would_change_nothing_is_refused():
-    with pytest.raises(ConfigError, match=r"optimizer\.rule is linear.*it has 4e-05, not 0\.002"):
+    with pytest.raises(ConfigError, match=r"optimizer\.rule is linear.*it uses 4e-05, not 0\.002"):
         look(fixed, {"optimizer.rule": "linear", "optimizer.reference_batch_size": 4})
     with pytest.raises(ConfigError, match=r"optimizer\.learning_rate.*4e-05 in every trial"):
         look(fixed, varied=("optimizer.learning_rate",))

@@ -180,7 +180,7 @@ def test_every_rank_writes_its_share_and_together_they_are_the_model(gloo, tmp_p
         assert kinds == ({DTensor} if "strategy.name" in flags and flags["strategy.name"] != "pipeline" else kinds)
     assert sum(own for own, *_ in found) == found[0][2]
     folder = path / "weights"
-    with pytest.raises(CheckpointError, match="not there"):  # all files are, and nobody has said so yet
+    with pytest.raises(CheckpointError, match="missing"):  # all files are, and nobody has said so yet
         weights.read_weights(path)
     names = weights.complete(str(path))
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -244,7 +244,7 @@ def test_a_full_disk_on_one_rank_is_that_ranks_error_and_the_weights_are_not_who
     assert "rank 1" in second and "No space left on device" in second and f"--resume {tmp_path}" in second
     with pytest.raises(StorageError, match=r"model-00002-of-00002\.safetensors is missing or torn"):
         weights.complete(str(tmp_path))
-    with pytest.raises(CheckpointError, match="not there"):
+    with pytest.raises(CheckpointError, match="missing"):
         weights.read_weights(tmp_path)
 
 
@@ -278,7 +278,7 @@ def test_a_run_that_goes_on_has_no_final_weights_until_it_ends_again(tmp_path):
     weights.complete(str(tmp_path))
     weights.forget(str(tmp_path))
     weights.save_weights(shares(value=7.0)[0], str(tmp_path), rank=0)  # new and old files lie side by side
-    with pytest.raises(CheckpointError, match="not there"):
+    with pytest.raises(CheckpointError, match="missing"):
         weights.read_weights(tmp_path)
     save_all(tmp_path, shares(3, value=7.0))  # on more workers in the end
     assert len(weights.complete(str(tmp_path))) == 4

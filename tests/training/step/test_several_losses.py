@@ -228,7 +228,7 @@ class NotOptimizers(Gan):
     [
         (Mean(), r"losses\(\)\['generator'\] is a mean"),
         (OneOptimizer(), r"losses\(\).*optimizer\(\) returns a single one"),
-        (WithoutLosses(), r"optimizer\(\).*several of them hold one parameter"),
+        (WithoutLosses(), r"optimizer\(\).*some of them share a parameter"),
         (OtherNames(), r"critic, generator.*discriminator, generator"),
         (NotOptimizers(), r"optimizer\(\) is int"),
     ],

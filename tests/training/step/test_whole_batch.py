@@ -252,7 +252,7 @@ class OfOtherWidths(Contrast):
         (OneNumber, r"scale \[\].*one row for each row of the batch.*expand\(rows\)"),
         (Detached, "a constant.*depend on the outputs"),
         (InPlace, "changes its batch in place"),
-        (OfOtherWidths, r"outputs\(\)\['padded'\].*alike but for the number of rows"),
+        (OfOtherWidths, r"outputs\(\)\['padded'\].*equal in everything but the number of rows"),
     ],
 )
 def test_a_wrong_pair_of_methods_is_named(workload, says):
@@ -261,7 +261,7 @@ def test_a_wrong_pair_of_methods_is_named(workload, says):
 
 
 def test_workers_whose_outputs_differ_in_shape_are_named_on_all(gloo):
-    with pytest.raises(WorkloadError, match=r"outputs\(\)\['padded'\].*workers must be alike"):
+    with pytest.raises(WorkloadError, match=r"outputs\(\)\['padded'\].*workers must be equal in everything"):
         gloo.run(2, train, with_loss(OfOtherWidths()), {**FLAGS, "strategy.name": "ddp"})
 
 
@@ -291,7 +291,7 @@ class BetweenRows(Classify):
 def test_a_loss_between_rows_is_refused_unless_it_is_declared():
     with pytest.raises(
         WorkloadError,
-        match=r"(?s)depends on how a batch is cut: 8 rows give .*so that other.*outputs\(\) and batch_loss",
+        match=r"(?s)depends on how a batch is cut: 8 rows give .*so the training depends on.*outputs\(\) and batch_loss",
     ):
         train_alone(BetweenRows(), FLAGS)
 
