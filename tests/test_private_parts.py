@@ -121,7 +121,7 @@ def test_a_ray_that_cannot_stay_on_loopback_needs_a_token(monkeypatch):
     monkeypatch.setenv(token.MODE, "disabled")
     loopback.refuse_open()
     monkeypatch.setattr(loopback, "LOOPBACK", replace(LOOPBACK, signatures={"ray.util:none": "()"}))
-    with pytest.raises(UsageError, match="must ask for a token"):
+    with pytest.raises(UsageError, match="must require a token"):
         loopback.refuse_open()
     monkeypatch.setenv(token.MODE, "token")
     loopback.refuse_open()

@@ -1,11 +1,9 @@
-"""Counts what one sample of a config's workload costs, in a process of its own: the planner reads the answer without
-importing torch.
+"""Count the cost of one sample of a config's workload in a separate process, so that the planner need not import torch.
 
 python -m scaleray.launch.flop_count_process CONFIG    prints the profile as JSON
 
-Standard input holds the config's settings of the command line as a JSON list: among them may be a password, which the
-list of processes must not show.
-"""
+Standard input holds the config's settings of the command line as a JSON list: they may include a password, which the
+list of processes must not show."""
 
 from __future__ import annotations
 

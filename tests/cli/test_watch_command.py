@@ -104,8 +104,8 @@ def test_two_runs_of_one_name_are_two_lines_until_one_goes_on(capsys, monkeypatc
     ("words", "said"),
     [
         (["nowhere"], "there is neither a folder of this name"),
-        (["."], "this folder is not one of a run"),
-        (["./"], "this folder is not one of a run"),
+        (["."], "this is not the folder of a run"),
+        (["./"], "this is not the folder of a run"),
         ([], "Give a RUN, or --all."),
         (["mine", "--all"], "--all takes no RUN"),
         (["mine", "--interval", "0"], "it must be at least 0.2 seconds"),

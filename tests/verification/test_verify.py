@@ -222,7 +222,7 @@ def test_processes_run_groups_of_any_size_and_report_what_ended_them():
             processes.run(2, leave, "refuse", workload=object())
         with pytest.raises(RunFailedError, match=r"rank 1 failed: .*code 3"):
             processes.run(2, leave, "die", workload=object())
-    killed = pytest.raises(RunFailedError, match=r"rank 0 failed: .*SIGKILL, as the system does where memory runs out")
+    killed = pytest.raises(RunFailedError, match=r"rank 0 failed: .*SIGKILL, as the system does when memory runs out")
     with gloo_processes(2, UserCode(None, {}, None), timeout_s=30) as processes, killed:
         processes.run(2, leave, "kill", workload=object())
 

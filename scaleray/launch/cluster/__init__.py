@@ -1,1 +1,1 @@
-"""A Ray cluster: the connection to it, a head of one's own, and whether it has room."""
+"""A Ray cluster: connecting to it, starting a local head, and checking its capacity."""

@@ -1,9 +1,8 @@
 """Script that a raylet runs in place of Ray's own set-up of a worker; it requests one from the template, see
 `worker_template.py`.
 
-A script without imports that take time. It stays as long as its worker, as Ray knows both. If the template cannot make
-the worker (another interpreter, another language, an activated environment), Ray's own scripts do.
-"""
+It has no slow imports, and lives as long as its worker, as Ray knows both. If the template cannot make the worker
+(another interpreter, another language, an activated environment), Ray's own scripts do."""
 
 import json
 import os
@@ -62,7 +61,8 @@ def search_path(places: str) -> list[str]:
 
 
 def be_fork(content: bytes) -> None:
-    """Wait until the fork that the template makes has ended, and end with it. Returns if the template makes none."""
+    """Wait for the end of the fork that the template makes, and exit with its status. Returns if the template makes
+    none."""
     try:
         with socket.socket(socket.AF_UNIX) as template:
             template.connect(os.environ["WORKER_TEMPLATE_SOCKET"])

@@ -20,9 +20,8 @@ def nodes_for(config: RunConfig, *, option: str = "", look: Callable[[], list[No
     """Return the nodes of the connected cluster as soon as they can hold the run; at once if `scale.wait_for_nodes_s`
     is 0.
 
-    option: where the number of workers was given, if not in the config. look: gives the nodes that are alive. Raises
-    ClusterError at the deadline, with what there is then.
-    """
+    option: the option with the number of workers, if not in the config. look: returns the living nodes. Raises
+    ClusterError at the deadline, naming the nodes found."""
     nodes, wait_s = look(), config.scale.wait_for_nodes_s
     if not wait_s or _missing(config, nodes, option) is None:
         return nodes
@@ -39,7 +38,7 @@ def nodes_for(config: RunConfig, *, option: str = "", look: Callable[[], list[No
                     missing.what,
                     missing.found,
                     f"{missing.allowed} after {wait_s:g} s of waiting (scale.wait_for_nodes_s)",
-                    f"{missing.hint}; what the cluster does to get nodes: ray status --address ADDRESS",
+                    f"{missing.hint}; for the cluster's attempts to get nodes: ray status --address ADDRESS",
                 ) from missing
             time.sleep(LOOK_S)
             nodes = look()
@@ -70,7 +69,7 @@ def _of_a_worker(config: RunConfig) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _asking_for(config: RunConfig) -> Iterator[None]:
-    """Ask the cluster's autoscaler, if it has one, for the run's resources until the run's own workers ask for them."""
+    """Request the run's resources from the cluster's autoscaler, if any, until the run's own workers request them."""
     from ray.autoscaler.sdk import request_resources
 
     bundles, labels = bundles_of(config), dict(config.scale.label_selector)
@@ -86,7 +85,7 @@ def _asking_for(config: RunConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _apart(config: RunConfig, labels: dict[str, str]) -> Iterator[None]:
-    """Ask for one node per worker under STRICT_SPREAD: a request for resources alone could be met by one large node."""
+    """Request one node per worker under STRICT_SPREAD: one large node could meet a request for resources alone."""
     if config.scale.placement != "STRICT_SPREAD":
         yield
         return

@@ -1,4 +1,4 @@
-"""Whether a cluster can hold a run, how many trials fit at a time, and what is missing if none fits."""
+"""Whether a cluster can hold a run, how many trials fit at once, and the missing resources if none fits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from scaleray.launch.cluster.connection import Node
 def check_capacity(config: RunConfig, nodes: Sequence[Node]) -> None:
     """Refuse a run that these nodes can never hold; Ray itself would wait for ever. Raises ClusterError.
 
-    Asked for: `workers` bundles of CPUs and GPUs on nodes with the right labels, and CPUs left for the input.
-    """
+    The run needs `workers` bundles of CPUs and GPUs on nodes with the right labels, and CPUs for the input."""
     scale = config.scale
     possible, needed = _possible(config, nodes), scale.min_workers
     asked = f"{'at least ' if scale.is_elastic else ''}{quantity(needed, 'worker')} of {scale.cpus_per_worker:g} CPU"
@@ -46,8 +45,7 @@ def num_workers_possible(config: RunConfig, nodes: Sequence[Node]) -> int:
 def check_option_fits(option: str, config: RunConfig, nodes: Sequence[Node], *, hint: str | None = None) -> None:
     """Refuse a number of workers that an option gives and these nodes can never hold. Raises ClusterError.
 
-    hint: what to do; None is what `check_capacity` advises.
-    """
+    hint: advice; None: that of `check_capacity`."""
     try:
         check_capacity(config, nodes)
     except ClusterError as exc:
@@ -106,9 +104,9 @@ def _bundles(scale: ScaleSettings, node: Node) -> int:
 def _fewer(config: RunConfig, possible: int) -> str:
     if possible >= 1:
         smaller = "a smaller --scale.cpus-per-worker"
-        smaller = f"{smaller}, or CPUs alone (--scale.gpus-per-worker 0)" if config.scale.gpus else smaller
+        smaller = f"{smaller}, or only CPUs (--scale.gpus-per-worker 0)" if config.scale.gpus else smaller
         return f"use --scale.workers {possible}, or {smaller}"
     return (
-        "use smaller workers (scale.cpus_per_worker, scale.gpus_per_worker) or a larger cluster; for one that starts "
-        "nodes when they are asked for: --scale.wait-for-nodes-s 600"
+        "use smaller workers (scale.cpus_per_worker, scale.gpus_per_worker) or a larger cluster; for one that "
+        "starts nodes on demand: --scale.wait-for-nodes-s 600"
     )

@@ -70,7 +70,7 @@ def other_token(address: str) -> ClusterError:
     return ClusterError(
         "the token",
         mine if token.has_token() else None,
-        f"the cluster at {address} asks for its own",
+        f"the cluster at {address} requires its own",
         "set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to it, with RAY_AUTH_MODE=token",
     )
 
@@ -122,7 +122,7 @@ OWN_ENVIRONMENT = {
 _own_cluster = False
 """Whether this process started the Ray that it is connected to."""
 _decided_mode: str | None = None
-"""Value of RAY_AUTH_MODE that `set_auth_mode` has set; None if the user set it."""
+"""Value that `set_auth_mode` gave RAY_AUTH_MODE; None if the user set it."""
 
 
 def is_own() -> bool:
@@ -131,19 +131,18 @@ def is_own() -> bool:
 
 
 def publishes_metrics(config: RunConfig) -> bool:
-    """Whether the nodes of the connected Ray take metrics: one that was started here without a dashboard has no agent
-    that would."""
+    """Whether the nodes of the connected Ray accept metrics: a Ray started here without a dashboard has no agent for
+    them."""
     return not _own_cluster or config.scale.dashboard
 
 
 @contextlib.contextmanager
 def connected(config: RunConfig, *, meanwhile: Sequence[str] = ()) -> Iterator[str]:
-    """A connection to the cluster of RAY_ADDRESS, or to a local one that lives as long as the context; gives its
+    """A connection to the cluster of RAY_ADDRESS, or to a local one that lives as long as the context; yields its
     address.
 
-    A connection that the caller already has is used and left open. meanwhile: modules that the caller needs next, to be
-    imported while Ray's own processes start. Raises ClusterError.
-    """
+    A connection that the caller already has is used and left open. meanwhile: modules that the caller needs next,
+    imported while Ray's own processes start. Raises ClusterError."""
     global _own_cluster
     for name, value in DRIVER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -203,11 +202,10 @@ def _importing(modules: Sequence[str], later: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def joined(address: str, *, name: str = "--address") -> Iterator[list[Node]]:
-    """The alive nodes of a running cluster, to look at; a connection that the caller already has is used. name: what
-    the address was given as.
+    """The living nodes of a running cluster, for inspection; an existing connection is used. name: origin of the
+    address.
 
-    Raises ClusterError.
-    """
+    Raises ClusterError."""
     for variable, value in DRIVER_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     set_auth_mode(address)
@@ -226,10 +224,9 @@ def joined(address: str, *, name: str = "--address") -> Iterator[list[Node]]:
 def set_auth_mode(address: str | None = None) -> None:
     """Decide token authentication explicitly: clients of Ray 2.60 do not follow the cluster's mode by themselves.
 
-    address: the cluster's, `local` for one that is started here; None: that of RAY_ADDRESS, or a local one. What was
-    decided for one address says nothing of the next; a mode that the user set stays. Raises ClusterError for a cluster
-    that is started while this process talks to one without a token.
-    """
+    address: the cluster's, `local` for one that is started here; None: that of RAY_ADDRESS, or a local one. A decision
+    for one address does not apply to the next; a mode set by the user stays. Raises ClusterError for a cluster that is
+    started while this process talks to one without a token."""
     global _decided_mode
     loopback.ask_directly()
     given = os.environ.get(token.MODE)
@@ -242,7 +239,7 @@ def set_auth_mode(address: str | None = None) -> None:
             raise ClusterError(
                 token.MODE,
                 given,
-                "this process is connected to a Ray without a token, and a new one would have none either",
+                "this process is connected to a Ray without a token, so a new one would have none either",
                 "end the connection first (ray.shutdown()), or start the cluster from another process",
             )
         return
@@ -286,7 +283,7 @@ def _connect(address: str, *, name: str = "RAY_ADDRESS") -> None:
             name,
             address,
             f"no Ray cluster answers there: {first_line(exc)}",
-            "check the address and the token (RAY_AUTH_MODE), or leave it out for this machine alone",
+            "check the address and the token (RAY_AUTH_MODE), or leave the address out to use only this machine",
         ) from exc
 
 
@@ -318,7 +315,7 @@ def _gcs_address(address: str) -> str | None:
 
 
 def runtime_env(address: str | None) -> dict[str, Any]:
-    """Job-level environment of every process of a run; `address` keeps Ray Train from looking at another cluster."""
+    """Job-level environment of every process of a run; `address` prevents Ray Train from using another cluster."""
     variables = {name: os.environ.get(name, value) for name, value in DRIVER_ENVIRONMENT.items()}
     if address is not None:
         variables["RAY_ADDRESS"] = address
@@ -356,7 +353,7 @@ def input_cpus(config: RunConfig, nodes: Sequence[Node] = ()) -> float:
 
 
 def own_placement_groups() -> set[str]:
-    """Ids of the placement groups that this driver's actors have made and that hold or request resources."""
+    """Ids of the placement groups made by this driver's actors that hold or request resources."""
     import ray
 
     job = ray.get_runtime_context().get_job_id()  # an id ends with that of its job
@@ -365,11 +362,10 @@ def own_placement_groups() -> set[str]:
 
 
 def remove_placement_groups(numbers: Iterable[str]) -> None:
-    """Give back what these hold, for actors that died without doing so: Ray itself waits for the end of the driver.
+    """Release the resources of these groups for actors that died: Ray itself waits for the end of the driver.
 
     Ray Train's own cleaner knows a group only once its workers have started. A controller that dies before that would
-    leave a group behind that keeps the next one waiting for ever.
-    """
+    leave a group behind that keeps the next one waiting for ever."""
     import ray
     from ray.util.placement_group import PlacementGroup
 

@@ -1,9 +1,8 @@
-"""A small process next to the driver. It closes what a driver that dies leaves open: the run in MLflow, processes and
-temporary folders of its own Ray. Ray's core ends the driver without a message when its raylet or GCS ends.
+"""A small process next to the driver. It closes everything that a dead driver leaves open: the run in MLflow, processes
+and temporary folders of its own Ray. Ray's core ends the driver without a message when its raylet or GCS ends.
 
 Run as a script, this file is that process. It imports nothing but the standard library until the driver has died, and
-sleeps until then. Facts reach it through its standard input: MLflow's address may hold a password.
-"""
+sleeps until then. Facts reach it through its standard input, since MLflow's address may hold a password."""
 
 from __future__ import annotations
 
@@ -24,15 +23,14 @@ END_S = 5.0
 
 _guards: list[subprocess.Popen[str]] = []
 _ray: dict[str, Any] = {}
-"""Facts about this process's own Ray: see `note_ray`."""
+"""Facts about this process's own Ray, see `note_ray`."""
 
 
 @contextlib.contextmanager
 def guarding(**facts: Any) -> Iterator[None]:
-    """Context of a command that has a run in MLflow. An exception is a good end here: the caller marks the run.
+    """Context of a command that has a run in MLflow. An exception counts as a good end, since the caller marks the run.
 
-    facts: see `left_open.LeftOpen`.
-    """
+    facts: see `left_open.LeftOpen`."""
     try:
         guard = subprocess.Popen(
             # -P: the names of modules next to this file must not replace those of Python; -S: half of Python's start
@@ -67,9 +65,8 @@ def note(**facts: Any) -> None:
 def note_ray(**facts: Any) -> None:
     """Replace the facts about this process's own Ray; without any, it has ended.
 
-    folder: of its template's socket, which all its processes have in their environment. logs: their folder. processes:
-    ids of raylet and GCS, by name.
-    """
+    folder: that of its template's socket, which all its processes have in their environment. logs: their folder.
+    processes: ids of raylet and GCS, by name."""
     global _ray
     _ray = facts
     note(ray=facts)
@@ -129,7 +126,7 @@ def _is_ending(process: int) -> bool:
 
 
 def _watch(watched: dict[int, str], processes: dict[str, int]) -> None:
-    """Give `watched` file descriptors of these processes of Ray, by name, and of no others."""
+    """Add file descriptors of these processes of Ray to `watched`, by name, and remove all others."""
     for file in [file for file, name in watched.items() if name not in ("input", "driver")]:
         del watched[file]
         os.close(file)

@@ -1,4 +1,4 @@
-"""Whether workers use GPUs if the config leaves it to the cluster, and which GPUs are idle then."""
+"""Decide whether workers use GPUs if the config does not, and report idle GPUs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ TRAIN_ON_THEM = "--scale.gpus-per-worker 1 trains on them"
 
 
 def with_gpus_decided(config: RunConfig, nodes: Sequence[Node] | None, *, say: Say) -> RunConfig:
-    """The config with a number for `scale.gpus_per_worker: auto`: 1 where the cluster has GPUs, else 0. The driver
-    decides it once, and the number is what is recorded.
-
-    nodes: of the cluster; None is this process alone, without Ray. say: hears of GPUs that stay idle.
-    """
+    """The config with a number for `scale.gpus_per_worker: auto`: 1 if the cluster has GPUs, else 0. The driver decides
+    it once, and the number is recorded. nodes: of the cluster; None: this process alone, without Ray. say: logs idle
+    GPUs."""
     import torch
 
     if nodes is None:
@@ -33,9 +31,7 @@ def with_gpus_decided(config: RunConfig, nodes: Sequence[Node] | None, *, say: S
 
 
 def idle_gpus(num_gpus: float, gpus_per_worker: float, *, has_cuda: bool) -> str:
-    """A sentence on GPUs that a run on CPUs leaves idle, with the setting that uses them; empty if there are none, or
-    they are used.
-    """
+    """A sentence on GPUs that stay idle in a run on CPUs, with the setting that uses them; empty if there are none."""
     if not num_gpus or gpus_per_worker:
         return ""
     which = "1 GPU is" if num_gpus == 1 else f"{num_gpus:g} GPUs are"

@@ -1,7 +1,7 @@
-"""A Ray head of one's own on this machine: own ports, own folder, loopback only, gone with the process that started it.
+"""A temporary Ray head on this machine: own ports, own folder, only on loopback, ended with the process that started
+it.
 
-For demos, benchmarks and tests that need a cluster to submit jobs to.
-"""
+For demos, benchmarks and tests that need a cluster to submit jobs to."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ def local_head(
 ) -> Iterator[Head]:
     """Start a head and stop it, with everything it started, at the end of the context. Raises ClusterError.
 
-    num_cpus: CPUs that Ray may hand out, which may be more than the machine has. Token authentication is as Ray sets
-    it up: a token file in the user's home, made if there is none.
-    """
+    num_cpus: CPUs that Ray may hand out, which may be more than the machine has. Token authentication is as in Ray: a
+    token file in the user's home, created if there is none."""
     set_auth_mode("local")
     ensure_token()
     folder = short_folder()  # Ray's sockets are deep below it

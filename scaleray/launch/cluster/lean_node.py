@@ -3,10 +3,9 @@
 Overrides private methods of Ray's node, see `scaleray/common/private_parts.py`; without these parts Ray starts as it
 always does.
 
-CPU seconds before the first step, on 2 cores: the autoscaler's monitor 0.4; the dashboard's process, which starts, and
-is waited for, even if no dashboard is requested, 0.7; the node's agent 0.8, which has a minimal form for installations
-without the dashboard's libraries.
-"""
+CPU seconds before the first step, on 2 cores: the autoscaler's monitor 0.4; the dashboard's process, which is started
+and waited for even without a dashboard, 0.7; the node's agent 0.8, which has a minimal form for installations without
+the dashboard's libraries."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ START_TIMEOUT_S = 240.0
 
 @contextlib.contextmanager
 def nodes(*, template: WorkerTemplate | None, has_dashboard: bool, has_autoscaler: bool) -> Iterator[None]:
-    """Let Ray start nodes of this kind in this process. template: what their workers are forked from."""
+    """Let Ray start nodes of this kind in this process. template: the process from which their workers are forked."""
     import ray._private.node as node
     import ray._private.services as services
     import ray._private.utils as utils
@@ -69,7 +68,7 @@ def nodes(*, template: WorkerTemplate | None, has_dashboard: bool, has_autoscale
     before = node.Node, utils.get_dashboard_dependency_error
     node.Node = LeanNode if is_lean or template is not None else node.Node
     if is_lean and not has_dashboard:  # without the dashboard's libraries, the agent is in its minimal form
-        utils.get_dashboard_dependency_error = lambda: ImportError("not asked for")
+        utils.get_dashboard_dependency_error = lambda: ImportError("not requested")
     if is_patient:
         services.get_node = get_node
     names = {worker_template.SOCKET: str(template.socket), worker_template.ORIGINAL: ""} if template else {}

@@ -23,18 +23,17 @@ from scaleray.launch.cluster.worker_template import SOCKET
 from scaleray.recording.store import mark_left_running
 
 LOCK_S = 10.0
-"""Seconds in which processes that the driver forked release the lock of the run's folder."""
+"""Seconds within which processes forked by the driver release the lock of the run's folder."""
 GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
 class LeftOpen:
-    """A driver's run, as its guard knows it.
+    """A driver's run, as known to its guard.
 
     command: the user's command. folder: of the run, path or URI. hint: how to continue it. uri: of MLflow, with its
     password. experiment: its name, or experiment_id. key: of the run in MLflow; None before it can exist. ray: see
-    `driver_guard.note_ray`.
-    """
+    `driver_guard.note_ray`."""
 
     command: str
     folder: str
@@ -46,12 +45,13 @@ class LeftOpen:
     ray: Mapping[str, Any] = field(default_factory=dict)
 
     def close(self, ended: str) -> None:
-        """End what is left, mark the run FAILED, and print one message. ended: process of Ray that ended first."""
+        """End remaining processes, mark the run FAILED, and print one message. ended: process of Ray that ended
+        first."""
         end_processes(self.ray.get("folder"), self.ray.get("logs"))
         reason = (
             f"{ended} of its own Ray ended, and Ray ends the driver with it"
             if ended
-            else "its process ended without a message (SIGKILL, memory used up, or its Ray was ended)"
+            else "its process ended without a message (SIGKILL, out of memory, or its Ray was ended)"
         )
         is_continued = not self._is_free()
         marked = ""
@@ -96,7 +96,7 @@ class LeftOpen:
 
 def end_processes(folder: str | None, logs: str | None = None) -> None:
     """End all processes of a Ray whose template listens in this folder, and remove the folder. logs: folder in which
-    each of them writes its own."""
+    each of them writes its log."""
     if folder is None:
         return
     mark = str(Path(folder, "template"))
@@ -112,8 +112,8 @@ def end_processes(folder: str | None, logs: str | None = None) -> None:
 
 
 def _writing_to(logs: str | None) -> set[psutil.Process]:
-    """Agents and workers that write to this folder: their titles replace their environments, and once their raylet has
-    ended no marked process is above them."""
+    """Agents and workers that write to this folder. Their titles replace their environments, and once their raylet has
+    ended they have no marked ancestor."""
     found, place = set(), f"{os.path.realpath(logs)}/" if logs else ""
     for process in psutil.process_iter() if logs else ():
         with contextlib.suppress(psutil.Error, OSError):

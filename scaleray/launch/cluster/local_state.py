@@ -1,7 +1,6 @@
 """State of the clusters that this user has started on this machine, and their living processes.
 
-A folder for each in the one of this user alone, with a file of mode 0600; Ray's own files are next to it.
-"""
+Each has a folder inside a private folder of this user, with a file of mode 0600; Ray's own files are next to it."""
 
 from __future__ import annotations
 
@@ -24,14 +23,15 @@ from scaleray.errors import ClusterError, UsageError
 
 PREFIX = "c-"
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,11}")
-"""Allowed names of clusters. They are short, as paths of Ray's sockets below them may have 107 characters."""
+"""Allowed names of clusters. They are short, since paths of Ray's sockets below them may have at most 107
+characters."""
 MARK = "CLUSTER_OF_SCALERAY"
-"""Variable of all processes of a cluster: its random number, which finds processes that no file lists."""
+"""Variable of all processes of a cluster: a random number, by which unlisted processes are found."""
 SAME_START_S = 1.0
-"""Seconds by which two readings of one process's start may differ, as the system's clock is part of it."""
+"""Seconds by which two readings of one process's start may differ, since they depend on the system's clock."""
 AS_SAVED = ConfigDict(extra="forbid", strict=True)
 GRACE_S = 20.0
-"""Seconds between asking a node to end and SIGKILL; its guard ends what is below it within ten."""
+"""Seconds from requesting a node's end to SIGKILL; its guard ends its descendants within ten."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class NodeState:
 
     @property
     def is_running(self) -> bool:
-        """Whether this very process lives, rather than another one with the same number."""
+        """Whether this process is alive, and not another one with the same number."""
         return self.process() is not None
 
     def process(self) -> psutil.Process | None:
@@ -89,7 +89,8 @@ class ClusterState:
         return list(found | marked_processes(MARK, self.mark))
 
     def end(self) -> int:
-        """End all that is left of the cluster and remove its files. Returns the number of nodes that were running."""
+        """End all remaining processes of the cluster and remove its files. Returns the number of nodes that were
+        running."""
         running = [process for node in self.nodes if (process := node.process()) is not None]
         for process in running:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -138,7 +139,7 @@ def new_folder(name: str) -> Path:
             "NAME",
             name,
             "a cluster of this name is up, or being started",
-            f"scaleray cluster status; to end it: scaleray cluster down {name}; for a second one give another name",
+            f"scaleray cluster status; to end it: scaleray cluster down {name}; for a second one choose another name",
         ) from exc
     return folder
 
@@ -160,7 +161,7 @@ def load(name: str) -> ClusterState | None:
 
 
 def _checked(state: ClusterState, name: str) -> ClusterState:
-    """Return the state if its processes can be no others'. Raises ValueError."""
+    """Return the state if its processes cannot belong to anyone else. Raises ValueError."""
     if state.name != name or not re.fullmatch("[0-9a-f]+", state.mark):
         raise ValueError(f"its name is {state.name!r} and its mark {state.mark!r}")
     if wrong := [node.pid for node in state.nodes if node.pid < 1]:
@@ -176,15 +177,15 @@ def names() -> Iterator[str]:
 
 
 def _place() -> Path:
-    """Folder of this user alone, which every later command must find. Raises ClusterError if another user has taken its
-    name."""
+    """Private folder of this user, which every later command must find. Raises ClusterError if another user has taken
+    its name."""
     found = own_folder()
     if hasattr(os, "getuid") and found != short_place() / f"scaleray-{os.getuid()}":
         with contextlib.suppress(OSError):  # something else of this user is in it
             found.rmdir()
         raise ClusterError(
             str(short_place() / f"scaleray-{os.getuid()}"),
-            "another user's",
+            "owned by another user",
             "it keeps the list of this user's clusters",
             "its owner or root can remove it",
         )

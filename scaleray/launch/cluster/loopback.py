@@ -1,9 +1,8 @@
-"""Keep a Ray on this machine alone: all its processes listen on 127.0.0.1, which no other host can reach.
+"""Restrict a Ray to this machine: all its processes listen on 127.0.0.1, which no other host can reach.
 
-Ray takes a 127.0.0.1 that it is given for an address that others can reach, and then listens on all interfaces. On
-Windows and macOS it stays on loopback; `VARIABLE` is Ray's own switch for that. Overrides Ray's answer to which address
-this machine has (see `scaleray/common/private_parts.py`); where it cannot be overridden, Ray listens as it always does.
-"""
+Ray replaces a given 127.0.0.1 by an address that others can reach, and then listens on all interfaces. On Windows and
+macOS it stays on loopback; `VARIABLE` is Ray's own switch for that. This module overrides the function by which Ray
+finds this machine's address (see `scaleray/common/private_parts.py`); if that fails, Ray listens as usual."""
 
 from __future__ import annotations
 
@@ -26,12 +25,12 @@ NO_PROXY = ("no_proxy", "NO_PROXY")
 
 
 def is_wanted() -> bool:
-    """Whether the user wants a Ray that is started here to stay on loopback, which is the default."""
+    """Whether a Ray started here should stay on loopback, which is the default."""
     return os.environ.get(VARIABLE, "0") != "1"
 
 
 def is_kept() -> bool:
-    """Whether a Ray that is started here stays on loopback: the user wants it and this release of Ray allows it."""
+    """Whether a Ray started here stays on loopback: it should, and this release of Ray allows it."""
     return is_wanted() and LOOPBACK.is_used()
 
 
@@ -40,10 +39,10 @@ def refuse_open() -> None:
     if os.environ.get(token.MODE, "").lower() == "disabled" and not is_kept():
         raise UsageError(
             token.MODE if is_wanted() else f"{VARIABLE} with {token.MODE}",
-            "disabled" if is_wanted() else "1 with disabled",
-            "a Ray that other hosts reach must ask for a token, or all of them may run code here",
-            f"leave {token.MODE} out for a token"
-            + ("" if is_wanted() else f", or {VARIABLE} for a Ray that this machine alone reaches"),
+            "disabled" if is_wanted() else "1 and disabled",
+            "a Ray that other hosts can reach must require a token, or all of them may run code here",
+            f"leave {token.MODE} out to use a token"
+            + ("" if is_wanted() else f", or {VARIABLE} to keep Ray on this machine"),
         )
 
 
@@ -61,8 +60,8 @@ def ask_directly() -> None:
 
 @contextlib.contextmanager
 def staying_local() -> Iterator[None]:
-    """Make Ray in this process use 127.0.0.1 as the machine's address while it starts nodes or connects to such
-    nodes."""
+    """Make Ray in this process use 127.0.0.1 as the machine's address while it starts such nodes or connects to
+    them."""
     if not is_kept():
         yield
         return

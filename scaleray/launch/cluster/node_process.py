@@ -1,8 +1,7 @@
-"""A node of a Ray on this machine, run by Ray's own command line on loopback with ports of its own.
+"""A node of a Ray on this machine, run by Ray's own command line on loopback with its own ports.
 
-The one way to start a head here, for clusters that stay (`local_clusters.py`) and those of a context (`head.py`). It
-never touches another Ray on the machine, as `ray stop` would.
-"""
+The only way to start a head here, for permanent clusters (`local_clusters.py`) and temporary ones (`head.py`). It never
+touches another Ray on the machine, as `ray stop` would."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ def start_head(
     """Start a head, and with it a cluster. folder: a new one for its log and the template of its workers.
 
     environment: variables of its processes in addition to those of scaleray. temp_dir: for Ray, which makes it writable
-    for all: below a folder of this user alone. outlives: it continues when this process has ended.
-    """
+    for all users: inside a private folder. outlives: the head continues when this process has ended."""
     words = [
         "--head",
         "--dashboard-host=127.0.0.1",
@@ -93,8 +91,7 @@ def start_worker(
 ) -> NodeProcess:
     """Start one more node of the cluster at this address of this machine, as `start_head` does the first.
 
-    temp_dir: one of its own: nodes that start at once in one folder were seen to take each other's names.
-    """
+    temp_dir: not shared: nodes that start at once in one folder were seen to take each other's names."""
     words = [f"--address={address}", f"--node-name={name}", f"--temp-dir={temp_dir}"]
     return _start(folder, words, num_cpus, OBJECT_STORE_BYTES, environment, outlives)
 
@@ -143,7 +140,7 @@ def _start(
 
 
 def path() -> str:
-    """PATH with this interpreter first: job entrypoints call `python`, and the environment may not be activated."""
+    """PATH with this interpreter first: job entrypoints call `python`, and the environment may not be active."""
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
 

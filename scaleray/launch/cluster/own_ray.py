@@ -1,8 +1,7 @@
 """The Ray that a command starts for itself: its processes, and how its workers start.
 
-An environment of its job costs each worker 0.4 CPU seconds where Ray's own scripts set it; here the raylet has it, and
-its workers inherit it.
-"""
+A job environment set by Ray's own scripts costs each worker 0.4 CPU seconds; here the raylet has it, and its workers
+inherit it."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from scaleray.launch.cluster.token import ensure_token
 _template: worker_template.WorkerTemplate | None = None
 """Template from which the workers of this process's own Ray are forked."""
 _session: str | None = None
-"""Ray's folder of the session that this process has started."""
+"""Ray's folder of the session started by this process."""
 KEPT_S = 7 * 86400.0
 """Minimum seconds for which logs of a failed session are kept."""
 
@@ -108,8 +107,8 @@ def _remove_old_sessions(place: Path) -> None:
 
 
 def ray_folder() -> str:
-    """Folder of Ray's sockets, logs and packages. Ray lets all users write to it, hence it is inside a folder of this
-    user alone; RAY_TMPDIR takes precedence."""
+    """Folder of Ray's sockets, logs and packages. Ray lets all users write to it, so it is inside a private folder of
+    this user; RAY_TMPDIR takes precedence."""
     place = os.environ.get("RAY_TMPDIR")
     return f"{place}/ray" if place else f"{own_folder()}/ray"
 

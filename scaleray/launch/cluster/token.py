@@ -28,7 +28,7 @@ def _without_home() -> Path:
 
 
 def has_token() -> bool:
-    """Whether a client here would find a token; a token outside of the home folder is named in the environment."""
+    """Whether a client here would find a token. Outside of the home folder, the environment must name it."""
     if any(name in os.environ for name in (TOKEN, TOKEN_PATH)) or token_file().exists():
         return True
     home = token_file().parent.parent

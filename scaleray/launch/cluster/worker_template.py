@@ -3,12 +3,11 @@ worker as a fresh interpreter, in which torch, Ray and the training loop take 4 
 
 It is started before the Ray itself (`WorkerTemplate`), and `lean_node.py` lets the raylet run `as_fork.py` in place of
 Ray's own scripts. Each such process sends its arguments, environment and streams here, and a copy of this process runs
-Ray's worker with them. If that does not work, `as_fork.py` runs Ray's own command.
+Ray's worker with them. If that fails, `as_fork.py` runs Ray's own command.
 
-Run as a module, this file is the template, in two stages, as Ray's core reads the job that it belongs to when it is
-imported, and never again: one process with all libraries but Ray, and below it one with Ray for each job, whose
-children are the workers. Each has one thread, and must not touch a GPU.
-"""
+Run as a module, this file is the template, in two stages, since Ray's core reads its job only once, when it is
+imported: one process with all libraries but Ray, and below it one with Ray for each job, whose children are the
+workers. Each has one thread, and must not touch a GPU."""
 
 from __future__ import annotations
 
@@ -34,16 +33,16 @@ from scaleray.common.private_parts import FORKED_WORKERS
 from scaleray.launch.cluster import ray_settings
 
 LIBRARIES = ("numpy", "torch._dynamo", "torch.distributed.fsdp", "pyarrow", "pandas")
-"""Imported once for all jobs. torch's compiler is imported by every optimizer of torch when it is made."""
+"""Libraries imported once for all jobs. Every optimizer of torch imports torch's compiler when it is created."""
 OF_A_JOB = ("ray.train.torch",)
 MOST_JOBS = 4
-"""Number of jobs whose process is kept; a later worker of an earlier job waits for a new process."""
+"""Number of jobs whose process is kept; later workers of earlier jobs need a new process."""
 SCRIPT = Path(__file__).with_name("as_fork.py")
 SOCKET = "WORKER_TEMPLATE_SOCKET"
 ORIGINAL = "WORKER_TEMPLATE_ORIGINAL"
 """Variables of a raylet for its workers: address of the template, and Ray's script for their set-up."""
 JOB, RAYLET = "RAY_JOB_ID", "RAY_RAYLET_PID"
-"""Variables that Ray's core reads at its import; workers end with the process of the latter."""
+"""Variables that Ray's core reads at its import; workers end with the raylet's process."""
 FIRST_JOB = "01000000"
 """The job of the driver that starts a Ray."""
 
@@ -54,12 +53,11 @@ class WorkerTemplate:
     def __init__(
         self, *, folder: Path, threads: int = 1, variables: Mapping[str, str] | None = None, modules: Sequence[str] = ()
     ) -> None:
-        """Start it; it answers once it has imported everything.
+        """Start the template, which answers once it has imported everything.
 
-        folder: of this user alone, see `short_folder`. threads: of the libraries' arithmetic, unless OMP_NUM_THREADS is
-        set. variables: environment of the job that is expected, whose process is made at once. modules: those of this
-        package that all jobs use; none where a job may bring another version of it.
-        """
+        folder: private to this user, see `short_folder`. threads: of the libraries' arithmetic, unless OMP_NUM_THREADS
+        is set. variables: environment of the expected job, whose process is made at once. modules: those of this
+        package that all jobs use; none if a job may bring another version."""
         self.socket = folder / "template"
         environment = {
             "OMP_NUM_THREADS": str(max(1, threads)),
@@ -87,7 +85,7 @@ class WorkerTemplate:
 
 
 def short_folder() -> Path:
-    """A new folder of this user alone for sockets: their paths hold 107 characters."""
+    """A new private folder for sockets, whose paths hold at most 107 characters."""
     return Path(tempfile.mkdtemp(prefix="sr-", dir=short_place()))
 
 
@@ -101,8 +99,7 @@ class Request:
     """Request of a process that Ray started.
 
     files: its connection, where it waits, and its three standard streams, as this process holds them; about: its
-    arguments, environment, folder, niceness, and where its Python is and finds modules.
-    """
+    arguments, environment, folder, niceness, and the paths of its Python and modules."""
 
     files: list[int]
     about: dict[str, Any]
@@ -124,15 +121,14 @@ class Request:
         connection.sendall(content)
 
     def close(self) -> None:
-        """Close the files that belong to another process now."""
+        """Close the files, which now belong to another process."""
         for file in self.files:
             os.close(file)
 
 
 def process_of_a_job(listener: socket.socket, expected: Mapping[str, str] | None) -> socket.socket:
     """Start a process for each job and pass it the job's requests. Returns, in such a process, the socket of its
-    requests. expected: environment of the first job. Ends when the parent of this process is gone.
-    """
+    requests. expected: environment of the first job. Ends when this process's parent is gone."""
     jobs: dict[str, socket.socket] = {}
 
     def start(environment: Mapping[str, str]) -> socket.socket | None:
@@ -210,7 +206,7 @@ def become(request: Request) -> None:
 
 
 def _follow_threads() -> None:
-    """Give torch the number of threads that Ray sets for a task in OMP_NUM_THREADS, which torch read at its import."""
+    """Set torch's number of threads to Ray's OMP_NUM_THREADS for the task, which torch read at its import."""
     import torch
     from ray._private import utils
 
@@ -225,7 +221,7 @@ def _follow_threads() -> None:
 
 
 def import_all(names: Sequence[str]) -> None:
-    """Import these modules for the processes below this one."""
+    """Import these modules for all descendant processes."""
     gc.disable()  # takes a tenth of the time of imports
     for name in names:
         importlib.import_module(name)
@@ -233,9 +229,8 @@ def import_all(names: Sequence[str]) -> None:
 
 
 def import_ray(names: Sequence[str]) -> None:
-    """Import these without a random number of Ray's core: a draw before the fork would seed the generator of every
-    child, and their placement groups would have one name.
-    """
+    """Import these without drawing a random number of Ray's core: a draw before the fork would seed the generators of
+    all children alike, and their placement groups would share a name."""
     ray_actor: Any = importlib.import_module("ray.actor")
     of_classes = ray_actor.ActorClassID
 

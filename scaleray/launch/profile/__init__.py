@@ -1,1 +1,1 @@
-"""The command `profile`: a short training, or a recorded run, and what limits it."""
+"""The command `profile`: find the bottleneck of a training, from a short training or a recorded run."""

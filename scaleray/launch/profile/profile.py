@@ -1,4 +1,4 @@
-"""`profile`: where the time of a training goes, by a short run of it or by the records of a finished run."""
+"""`profile`: measure where the time of a training goes, from a short run of it or the records of a finished run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LEAST_STEPS = 2 * FIRST_STEPS
 
 @dataclass(frozen=True)
 class Profiled(Printed):
-    """A run, and the verdict on where its time went."""
+    """A run, with the verdict on its use of time."""
 
     record: RunRecord
     verdict: Verdict
@@ -63,17 +63,16 @@ def profile(
     expect_steps: Callable[[int], None] = lambda steps: None,
     base_dir: Path | None = None,
 ) -> Profiled:
-    """Find out where the time of a training goes, what limits it and what to try next: `.verdict` of the result.
+    """Measure where the time of a training goes, its bottleneck and the next thing to try: `.verdict` of the result.
 
     what: a config (a RunConfig, a mapping or a YAML file), of which some steps are trained, as with -c on the command
     line; or a recorded run: its folder, its name in the storage path, or its id or name in MLflow at `uri`. workload: a
     class or an object; None loads the config's. show: called with the run's messages as they arrive, say with lines on
-    the progress, expect_steps with the length of the training once it is known. base_dir: folder in which paths of a
-    RunConfig begin. Traces are in `.traced` of the result.
+    the progress, expect_steps with the length of the training once it is known. base_dir: folder to which a RunConfig's
+    paths are relative. Traces are in `.traced` of the result.
 
-    The training is a run like any other, in an experiment of its own in MLflow, and saves no final weights. Steps that
-    are traced come after the others, and are not judged. Raises UsageError for what the user can mend.
-    """
+    The training is a run like any other, in a separate experiment of MLflow, and saves no final weights. Traced steps
+    come after the others, and do not count in the verdict. Raises UsageError for errors of use."""
     if isinstance(what, str | Path) and Path(what).suffix not in (".yaml", ".yml"):
         return profile_run(str(what), uri=options.uri)
     config, base_dir, workload = resolved(what, workload, base_dir)
@@ -100,8 +99,8 @@ def profile(
 
 
 def profile_run(run: str, *, uri: str | None = None) -> Profiled:
-    """Where the time of a recorded run went. run: its folder, its name, or its id or name in MLflow at `uri`. Raises
-    UsageError for one that has no profile, or a too short one."""
+    """Measure where the time of a recorded run went. run: its folder, its name, or its id or name in MLflow at `uri`.
+    Raises UsageError for one that has no profile, or a too short one."""
     _check_has_ended(run)
     found = find_run(run, uri=uri)
     if not isinstance(found.record, RunRecord):
@@ -112,7 +111,7 @@ def profile_run(run: str, *, uri: str | None = None) -> Profiled:
 
 
 def short(config: RunConfig, steps: int) -> RunConfig:
-    """The config of the first steps of the same training, which nothing ends early."""
+    """The config of the training's first steps, which nothing ends early."""
     # the learning rate has no part in the time, but a rate that comes at once might end in NaN
     warmup = Duration(steps - 1, "steps") if config.schedule.warmup.value else config.schedule.warmup
     name = config.tracking.experiment
@@ -135,7 +134,7 @@ def _profiled(record: RunRecord) -> Profiled:
         raise UsageError(
             f"the profile of {record.name}",
             "missing",
-            "a run has one from the version on that measures it, and from its second step on",
+            "only newer versions measure it, from the second step on",
             f"train some steps again: {again}",
         )
     traced = traced_of(record.run_dir) if record.run_dir else None
@@ -144,7 +143,7 @@ def _profiled(record: RunRecord) -> Profiled:
         raise UsageError(
             f"the profile of {record.name}",
             f"{verdict.steps} steps",
-            "they are too few to say where the time goes",
+            "they are too few to show where the time goes",
             f"train more of them: {again} --steps 50",
         )
     return Profiled(record, verdict, traced)

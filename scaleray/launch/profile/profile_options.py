@@ -12,20 +12,20 @@ STEPS = 50
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """Length of a short training, and what is traced of it."""
+    """Length of a short training, and its traces."""
 
     steps: int | None = None
     """Steps to train with -c, at least 20; 50 by default."""
     trace: bool = False
     """With -c: trace the last steps with torch.profiler, into the run's folder."""
     ranks: str | None = None
-    """Ranks to trace: numbers, slowest, one-a-node, with commas between them; all three kinds by default."""
+    """Ranks to trace: numbers, slowest, one-a-node, separated by commas; all three kinds by default."""
     memory: bool = False
     """With -c: take a snapshot of each chosen rank's memory, on GPUs."""
     local: bool = False
-    """With -c: without Ray, in this process, or in gloo processes where there are several workers."""
+    """With -c: run without Ray, in this process, or in gloo processes if there are several workers."""
     uri: str | None = None
-    """MLflow's tracking URI, for a run that is found there; else SCALERAY_TRACKING__URI or MLFLOW_TRACKING_URI."""
+    """MLflow's tracking URI, for a run found there; by default SCALERAY_TRACKING__URI or MLFLOW_TRACKING_URI."""
 
     def __post_init__(self) -> None:
         if self.ranks is not None and not self.is_traced:
@@ -38,7 +38,7 @@ class ProfileOptions:
 
     @property
     def request(self) -> TraceRequest | None:
-        """The traces to take. Raises ConfigError for ranks that are not some."""
+        """The traces to take. Raises ConfigError for invalid ranks."""
         if not self.is_traced:
             return None
         return trace_request(self.ranks or USUAL_RANKS, operators=self.trace, memory=self.memory)

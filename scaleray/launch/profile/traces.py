@@ -39,7 +39,7 @@ class Traced(Printed):
     merged: str | None = None
 
     def lines(self) -> list[str]:
-        """Traces that were read, and their place."""
+        """Traces that were read, and their location."""
         ranks = ", ".join(str(each.rank) for each in self.report.ranks) if self.report else ""
         found = [f"traces of rank {ranks}"] if ranks else []
         found += [f"memory of rank {each.rank}" for each in self.snapshots]
@@ -77,8 +77,7 @@ def traced_of(run_dir: str) -> Traced | None:
 
 def read_traces(where: str) -> Traced:
     """Content of the traces in a file or folder; those of several ranks are also written as one file in the same
-    folder. Raises TraceError for files that cannot be read, or are not of one run.
-    """
+    folder. Raises TraceError for files that cannot be read, or belong to several runs."""
     files = [where] if where.endswith((*TRACE_ENDINGS, *SNAPSHOT_ENDINGS)) else _files_in(where)
     if not files:
         endings = ", ".join((*TRACE_ENDINGS, *SNAPSHOT_ENDINGS))
@@ -131,7 +130,7 @@ def _read(file: str, reader: Any) -> Any:
 
 @contextlib.contextmanager
 def opened(file: str) -> Iterator[BinaryIO]:
-    """Content of a file, unpacked if it is gzip, whatever its name. Raises TraceError if it does not exist."""
+    """Content of a file, unpacked if it is gzip, regardless of its name. Raises TraceError if it does not exist."""
     try:
         source = _source(file)
     except (OSError, ValueError) as exc:

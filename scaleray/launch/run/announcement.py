@@ -63,9 +63,7 @@ def _global_batch(config: RunConfig, recipe: Recipe) -> str:
 
 def _an_epoch(job: TrainJob) -> str:
     """Steps of an epoch, as text."""
-    return (
-        "epochs without an end" if job.splits[TRAIN].num_rows == ENDLESS else f"{job.recipe.steps_per_epoch} an epoch"
-    )
+    return "endless epochs" if job.splits[TRAIN].num_rows == ENDLESS else f"{job.recipe.steps_per_epoch} an epoch"
 
 
 def _learning_rate(config: RunConfig, job: TrainJob) -> str:

@@ -1,4 +1,4 @@
-"""Output of a finished training for people: its report, and its experiment's page in MLflow."""
+"""Output of a finished training for people: its report, and the view of its experiment in MLflow."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from scaleray.records.accepted_names import acceptable_name
 from scaleray.records.run_record import RunRecord
 from scaleray.reports.page.page import render
 
-CLOSING = "This page needs no network; `scaleray report` writes it again, with figures as PNG and numbers as CSV."
+CLOSING = "This page needs no network; `scaleray report` recreates it, with figures as PNG and numbers as CSV."
 NAME = "report.html"
 
 
 def keep_for_readers(record: RunRecord, *, tracking_uri: str) -> str | None:
     """Write the report, add it to the run's files in MLflow, and save the view of the experiment's trainings; returns
-    where the report is, None for a bucket, where MLflow alone has it. tracking_uri: with its password, if any."""
+    the report's path, None for a bucket, where only MLflow has it. tracking_uri: with its password, if any."""
     client = open_client(tracking_uri)
     html = _page(record, client)
     folder = Path(record.run_dir)
@@ -34,7 +34,7 @@ def keep_for_readers(record: RunRecord, *, tracking_uri: str) -> str | None:
 
 
 def _judged_first(record: RunRecord) -> list[str]:
-    """Names of the evaluation metrics, that which the run is judged by first."""
+    """Names of the evaluation metrics, beginning with the one that the run is judged by."""
     judged = record.judged
     return sorted(record.metrics, key=lambda name: (judged is None or name != judged.name, name))
 

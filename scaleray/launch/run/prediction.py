@@ -1,4 +1,4 @@
-"""Predicted throughput of a run: the config's own figure, or the measurement of a study of the same training."""
+"""Predicted throughput of a run: the config's own value, or the measurement of a study of the same training."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ NEWEST = 20
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted samples a second of a run; None: not known. study: which measured them; empty for the config's own
-    figure.
-    """
+    """Predicted samples a second of a run; None: not known. study: the one that measured them; empty for the config's
+    own value."""
 
     samples_per_s: float | None = None
     study: str = ""
@@ -32,14 +31,13 @@ class Prediction:
         """Lines about the prediction before the run, if it was found rather than configured."""
         if not self.study:
             return []
-        return [f"  held against {self.samples_per_s:,.4g} samples/s, which {self.study} measured"]
+        return [f"  compared with {self.samples_per_s:,.4g} samples/s, which {self.study} measured"]
 
 
 def prediction(config: RunConfig, recipe: Recipe, *, run_path: str) -> Prediction:
-    """The prediction for a run. run_path: its folder, next to which studies leave their records. A study counts whose
-    config decides the same training, and which has a point with this strategy, this number of workers and this global
-    batch; of several the newest.
-    """
+    """The prediction for a run. run_path: its folder, next to which studies leave their records. The newest study is
+    used whose config decides the same training, and which has a point with this strategy, number of workers and global
+    batch."""
     if config.monitoring.expected_samples_per_s is not None:
         return Prediction(config.monitoring.expected_samples_per_s)
     wanted = digest(training_of(config.to_dict()))

@@ -60,7 +60,7 @@ class Stoppable(Protocol):
 
 
 def why_stopped(recorder: Stoppable) -> str:
-    """Text of the alert that stopped a run; empty if none did or if it is no longer known."""
+    """Text of the alert that stopped a run; empty if none did or it is no longer known."""
     with contextlib.suppress(Exception):
         return recorder.stopped_by()
     return ""
@@ -71,7 +71,7 @@ EXPLAINED = (
     names.STEP_TIME_S, names.INPUT_WAIT_SHARE, names.SENT_BYTES, names.POINT_SAMPLES_PER_S, names.TIME_TO_FIRST_STEP_S,
     names.PEAK_MEMORY_BYTES,
 )  # fmt: skip
-"""Metrics whose unit and meaning are in the run's description, as MLflow has no place for them next to a chart."""
+"""Metrics whose unit and meaning are in the run's description, since MLflow cannot show them next to a chart."""
 
 
 def describe(
@@ -88,9 +88,8 @@ def describe(
     expected_samples_per_s: float | None = None,
 ) -> RunDescription:
     """The run for the recorder. data: facts of each split. facts: environment and topology. continues: run.json of the
-    interrupted run, changes: differences from it, a line each. port: of its metrics, None is none.
-    expected_samples_per_s: prediction for its throughput.
-    """
+    interrupted run, changes: differences from it, one per line. port: of its metrics, or None. expected_samples_per_s:
+    prediction for its throughput."""
     config, recipe = job.config, job.recipe
     alerts, webhook = alert_settings(config.alerts)
     params: dict[str, Any] = dict(leaves(used_settings(config, recipe.strategy), of_lists=False))
@@ -180,7 +179,7 @@ def make_record(
     tracking_uri: str,
     weights: Mapping[str, StoredFile],
 ) -> RunRecord:
-    """Make the record of a finished run. verdict: reason for its end; empty uses the workers' reason. weights: final
+    """Make the record of a finished run. verdict: reason for its end; if empty, the workers' reason. weights: final
     files."""
     config, summaries = job.config, recording.summaries
     summary = next((s for s in summaries if s.rank == 0), None)
@@ -258,7 +257,7 @@ def _checkpoints(config: RunConfig, folder: RunFolder) -> dict[str, str]:
 
 
 def point_metrics(record: RunRecord) -> dict[str, float]:
-    """Values of the whole run that MLflow shows, one per name."""
+    """Values of the whole run for MLflow, one per name."""
     shown = (names.POINT_SAMPLES_PER_S, names.POINT_TOKENS_PER_S, names.TIME_TO_FIRST_STEP_S, names.PEAK_MEMORY_BYTES)
     rows = [Row(names.WORLD_SIZE, record.workers), *(row for row in record.rows() if row.metric in shown)]
     found = {row.name: float(row.value) for row in rows if row.value is not None and math.isfinite(row.value)}
@@ -271,13 +270,13 @@ def point_metrics(record: RunRecord) -> dict[str, float]:
 
 
 def _elapsed_s(record: RunRecord) -> float:
-    """Seconds of a run over all its attempts, as far as they are known."""
+    """Seconds of a run over all its attempts, as far as known."""
     goodput = record.profile.goodput if record.profile is not None else None
     return goodput.elapsed_s if goodput is not None and goodput.elapsed_s else record.total_time_s
 
 
 def end_tags(record: RunRecord) -> dict[str, str]:
-    """MLflow tags that are known at the end only; among them the run's description as Markdown."""
+    """MLflow tags that are known only at the end, including the run's description as Markdown."""
     rows = {
         "verdict": record.verdict.splitlines()[0] if record.verdict else "",
         "workers": f"{record.workers} ({record.strategy})",

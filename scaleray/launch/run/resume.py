@@ -105,8 +105,8 @@ def make_request(
     say: Say,
     settled: Settled = lambda config, base_dir: config,
 ) -> tuple[RunConfig, Request]:
-    """The config of a training, which `resume` may continue, and its start. settled: gives the config with what its
-    workload brings, which the interrupted run's has. Raises UsageError."""
+    """The config of a training, which `resume` may continue, and its start. settled: adds to the config the settings
+    that its workload brings, as in the interrupted run's config. Raises UsageError."""
     if config is not None and resume == AUTO:
         config = settled(config, base_dir)
     before = find(resume, config, base_dir, say=say) if resume is not None else None
@@ -132,9 +132,8 @@ def find(
     """The run to continue: a run folder, the name of one in the storage path, or `auto`.
 
     auto: the newest run of the same training there, of a workload from the same `base_dir`, that has not finished; None
-    when there is none, which is a fresh start. say: hears of folders that are passed over, as their run.json is
-    damaged. Raises CheckpointError for a folder that is no run.
-    """
+    if there is none, which is a fresh start. say: logs folders that are skipped because their run.json is damaged.
+    Raises CheckpointError for a folder that is not a run."""
     if where != AUTO:
         path = absolute_path(where)
         if "/" not in where and not _exists(path):
@@ -162,12 +161,12 @@ def find(
         except OSError:
             continue
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
-            say(f"warning: {without_password(folder.root)} is passed over: its {FILE} is damaged ({first_line(exc)})")
+            say(f"warning: {without_password(folder.root)} is skipped: its {FILE} is damaged ({first_line(exc)})")
     return _open(max(found)[1], config) if found else None
 
 
 def config_of(where: str, flags: Sequence[str]) -> RunConfig:
-    """The config of the run in a folder, with flags over it."""
+    """The config of the run in a folder, overridden by flags."""
     before = find(where, None)
     assert before is not None  # only `auto` finds none
     with tempfile.TemporaryDirectory() as folder:
@@ -185,15 +184,14 @@ def is_finished(folder: Store) -> bool:
 
 
 def check_changes(before: Interrupted, config: RunConfig, allowed: Sequence[str]) -> list[Change]:
-    """Differences from the config of the interrupted run. Raises ConfigError for one that would make it another
-    training.
-    """
+    """Differences from the config of the interrupted run. Raises ConfigError for a difference that would make it
+    another training."""
     for key in ("storage_path", "copy_path"):
         if HIDDEN in (value := getattr(config.checkpoint, key) or ""):
             raise ConfigError(
                 f"checkpoint.{key}",
                 value,
-                "it is a saved one, whose password is not kept",
+                "the saved one lacks its password",
                 f"give it again: --checkpoint.{key.replace('_', '-')}",
             )
     found = changes(before.config, config)
@@ -203,7 +201,7 @@ def check_changes(before: Interrupted, config: RunConfig, allowed: Sequence[str]
             "the config",
             "; ".join(map(str, refused)),
             "this would continue as another training than the one that was interrupted",
-            f"use the old values, start a new run, or say so: {' '.join(f'--allow-change {c.key}' for c in refused)}",
+            f"use the old values, start a new run, or allow it: {' '.join(f'--allow-change {c.key}' for c in refused)}",
         )
     unknown = set(allowed) - {change.key for change in found}
     if unknown:
@@ -216,7 +214,7 @@ def _damaged(path: str, exc: Exception) -> CheckpointError:
         f"{FILE} of the run",
         without_password(path),
         f"it is damaged: {first_line(exc)}",
-        f"put a whole one there, or start a new run from its weights: --workload.weights {without_password(path)}",
+        f"replace it by a whole one, or start a new run from its weights: --workload.weights {without_password(path)}",
     )
 
 
@@ -225,7 +223,7 @@ def _exists(path: str) -> bool:
 
 
 def _check(about: Any) -> None:
-    """Raise TypeError, naming the key, if run.json has a value of another type than the one written."""
+    """Raise TypeError, naming the key, if run.json has a value of another type than expected."""
     if not isinstance(about, dict):
         raise TypeError(f"it holds a {type(about).__name__}")
     known = {**about, "config.checkpoint": None}

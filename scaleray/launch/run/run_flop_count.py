@@ -1,8 +1,7 @@
 """The FLOPs of a sample, counted during a run, for its model FLOPs utilisation.
 
-In a process of its own, as counting imports torch and calls the user's code, which must disturb neither the training's
-random numbers nor its GPUs. Only where the peak of the devices may be known: without it there is no utilisation.
-"""
+Runs in a separate process, since counting imports torch and calls the user's code, which must not affect the training's
+random numbers or GPUs. Only if the peak of the devices may be known: without it there is no utilisation."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ NICE = 19
 def counted_flops(
     job: TrainJob, sources: Mapping[str, Source], tell: Callable[[list[WorkerMessage]], None]
 ) -> Iterator[None]:
-    """Context of a run, in which the cost of a sample is counted; it receives the cost or the reason for its lack."""
+    """Context of a run in which the cost of a sample is counted; it receives the cost or the reason for its absence."""
     if not _is_wanted(job):
         yield
         return
@@ -96,8 +95,8 @@ def _counted_by(process: subprocess.Popen[bytes], given: bytes) -> WorkerMessage
 
 def _not_counted(why: Exception | str) -> EventRecord:
     reason = why if isinstance(why, str) else _in_words(why)
-    text = f"model FLOPs utilisation is not published, as the FLOPs of a sample were not counted: {reason}"
-    return EventRecord(f"{text}; monitoring.flops_per_sample says them")
+    text = f"model FLOPs utilisation is not published, because the FLOPs of a sample were not counted: {reason}"
+    return EventRecord(f"{text}; set monitoring.flops_per_sample")
 
 
 def _in_words(error: BaseException) -> str:

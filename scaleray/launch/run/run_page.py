@@ -34,7 +34,7 @@ FACTS = (
 MOST_EVALUATIONS = 40
 """Maximum number of evaluation figures on a page; each takes a quarter of a second to draw."""
 LONGEST_HEADLINE = 80
-"""Maximum characters of a verdict in the headline, such as `target reached`; an error has a paragraph of its own."""
+"""Maximum characters of a verdict in the headline, such as `target reached`; an error has its own paragraph."""
 
 
 def write_run_report(
@@ -58,7 +58,7 @@ def run_page(
     evaluations: Mapping[str, Sequence[tuple[int, float]]],
     closing: str = BESIDE,
 ) -> Page:
-    """The page of a training. closing: the last line of the page, on the files next to it."""
+    """The page of a training. closing: the last line of the page, about the files next to it."""
     judged = record.judged
     loss = [_line("loss", "Loss", rows, "loss", "loss", evaluations=_of(evaluations, "loss"))] if rows else []
     others = [(name, at) for name, at in sorted(evaluations.items()) if len(at) > 1 and not name.endswith("loss")]
@@ -257,11 +257,11 @@ def _step_times(rows: Sequence[Mapping[str, float]]) -> Drawing:
 
     over = sum(t > top for _, t, _ in times)
     above = f" {over} {'step is' if over == 1 else 'steps are'} slower than the frame shows." if over else ""
-    drawn = f" {len(few)} of {len(times)} steps are drawn." if len(few) < len(times) else ""
+    drawn = f" {len(few)} of {len(times)} steps are shown." if len(few) < len(times) else ""
     return draw(
         "step-times",
         "Step times",
-        f"A dot for each step on rank 0, and below it how long it waited for its input.{above}{drawn}",
+        f"A dot for each step on rank 0, and below it the wait for its input.{above}{drawn}",
         paint,
     )
 

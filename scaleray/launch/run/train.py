@@ -1,7 +1,6 @@
 """`train`: from a config to a finished, recorded run.
 
-Everything that can be refused is refused before workers start.
-"""
+All refusals happen before workers start."""
 
 from __future__ import annotations
 
@@ -107,15 +106,14 @@ def train(
     """Train a workload as the config says and return the run's record.
 
     config: a RunConfig, a YAML file, or a mapping of dotted keys or sections; None, with `resume`, is the config of
-    that run. workload: an instance or class, a notebook's own too; None loads the config's. progress: show a live
-    table, in a notebook or on a terminal; None does so on a terminal or in a notebook, false never. show: called with
-    the run's messages as they arrive, say with lines about what happens meanwhile, expect_steps with the length of the
-    training once it is known. base_dir: folder in which paths of a RunConfig begin. started_at: wall clock from which
-    the time to the first step is counted; None is now.
+    that run. workload: an instance or class, also from a notebook; None loads the config's. progress: show a live
+    table, in a notebook or on a terminal; None does so on a terminal or in a notebook; False never does. show: called
+    with the run's messages as they arrive, say with lines about what happens meanwhile, expect_steps with the length of
+    the training once it is known. base_dir: folder to which a RunConfig's paths are relative. started_at: wall clock
+    from which the time to the first step is counted; None: now.
 
-    Raises UsageError for what the user can mend, RunFailedError for a run that failed, KeyboardInterrupt when stopped;
-    the MLflow run is then FAILED or KILLED.
-    """
+    Raises UsageError for errors of use, RunFailedError for a run that failed, KeyboardInterrupt when stopped; the
+    MLflow run is then FAILED or KILLED."""
     from scaleray.live.terminal.notebook import Silent, watching
 
     is_shown = show is None and say is None and progress is not False
@@ -148,9 +146,8 @@ def run_training(
 ) -> RunRecord:
     """Train as `train` does, without a display of its own.
 
-    in_processes: with `local`, several workers are gloo processes of this machine, and not refused. trace: traces to
-    take of its last steps, into the run's folder. probes_links: measure each pair of workers at the end.
-    """
+    in_processes: with `local`, several workers are allowed, as gloo processes of this machine. trace: traces to take of
+    its last steps, into the run's folder. probes_links: measure each pair of workers at the end."""
     start = StartClock(started_at or steady_time(), {IMPORTS: IMPORTED_AT})
     display = Guard()
     show, say, expect_steps = (display.wrapped(Watcher.DISPLAY, tell) for tell in (show, say, expect_steps))
@@ -171,7 +168,7 @@ def run_training(
         config, base_dir, resume=options.resume, allow_change=options.allow_change, say=say, settled=settled
     )
     if (finished := request.finished_record(say)) is not None:
-        say(f"run {finished.name} is finished already, after {finished.steps} steps; nothing is left to do")
+        say(f"run {finished.name} already finished after {finished.steps} steps; nothing is left to do")
         return finished
     resolve_strategy(config)
     _check_number_of_workers(config, local=local and not in_processes)
@@ -253,8 +250,8 @@ def _guarded(
 
 @contextlib.contextmanager
 def _environment(config: RunConfig, *, local: bool, say: Say) -> Iterator[tuple[RunConfig, list[dict[str, Any]]]]:
-    """The nodes that the run has: this process, or a connected cluster that can hold it; and the config with what they
-    decide."""
+    """The run's nodes, either this process or a connected cluster that can hold it; and the config with the settings
+    that they decide."""
     if local:
         forbid_ray()
         keep_compiled_code_here()
@@ -318,7 +315,7 @@ class _Run:
             raise ConfigError(
                 "scale.workers",
                 str(scale.workers),
-                "a Ray Dataset is dealt out once, for a fixed number of workers",
+                "a Ray Dataset is divided once, for a fixed number of workers",
                 "give one number, or data that can be read by index",
             )
         for workers in range(scale.min_workers, min(scale.max_workers, scale.min_workers + 1000)):
@@ -366,7 +363,7 @@ class _Run:
             recorder.close()
 
     def _finished(self, recorder: Recorder | RemoteRecorder, weights: Weights) -> RunRecord:
-        """End a run whose training is complete; once more by a new recorder, if the first one was lost meanwhile."""
+        """End a run whose training is complete; if the recorder was lost meanwhile, again with a new one."""
         try:
             return self._finish(recorder, "FINISHED", "", weights)
         except ScaleRayError:
@@ -382,7 +379,7 @@ class _Run:
     def _prepared(
         self, description: RunDescription, *, local: bool
     ) -> tuple[Recorder | RemoteRecorder, Callable[[], None]]:
-        """The run's recorder, which has started or is starting, and what trains to the end."""
+        """The run's recorder, which has started or is starting, and the function that trains to the end."""
         facts = checkpoint_facts(self.folder.name, self.config, self.data, self.facts)
         common: dict[str, Any] = {"run_path": self.folder.path, "facts": facts, "show": self.show}
         if local:
@@ -398,7 +395,7 @@ class _Run:
         return remote, partial(fit, self.job, self.sources, remote, can_be_preempted=can_be_preempted, **common)
 
     def _complete_weights(self) -> Weights:
-        """Files of the final weights in the run folder; of the trained ones too, where they are an average's."""
+        """Files of the final weights in the run folder, and of the trained ones if the final weights are an average."""
         names = [FINAL_WEIGHTS, *([TRAINED_WEIGHTS] if self.config.averaging.decay is not None else [])]
         if self.config.fine_tuning.lora_rank and self.config.fine_tuning.merge:
             names.append(ADAPTERS)  # a checkpoint has them, too, and MLflow the sum
@@ -409,15 +406,15 @@ class _Run:
         return [f"after step {step}: {change}" for change in self.changed]
 
     def _withdraw(self, record: RunRecord) -> None:
-        """Take back a run that was refused before its first step: it is no training that failed, and its name is free
-        for the next try."""
+        """Withdraw a run that was refused before its first step: it is not a failed training, and its name becomes free
+        again."""
         with contextlib.suppress(Exception):  # the refusal is what the user reads
             if self.folder.remove_without_checkpoints():
                 store.delete_run(self.tracking_uri, record.run_id)
 
     def _end(self, recorder: Recorder | RemoteRecorder, status: str, reason: str) -> tuple[RunRecord | None, bool]:
-        """End a run that did not finish, if MLflow knows of it at all, and say how to continue it; the error that ended
-        it is what the user reads. Returns its record, if there is one, and whether MLflow has its end."""
+        """End a run that did not finish, if MLflow knows of it at all, and log how to continue it; the user sees the
+        error that ended it. Returns its record, if there is one, and whether MLflow has its end."""
         record, is_marked = None, False
         try:
             if recorder.wait_started(60.0):
@@ -487,6 +484,6 @@ class _Run:
         self.folder.complete()
         if unsent:
             again = f"scaleray tracking replay {unsent} --uri {without_password(self.tracking_uri)}"
-            text = f"MLflow did not take everything; when it is back: {again}"
+            text = f"MLflow did not accept everything; when it is back: {again}"
             self.show([EventRecord(text, kind="warning")])
         return record

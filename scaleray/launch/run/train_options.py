@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """How a training begins, and where it runs."""
+    """How a training starts, and where it runs."""
 
     resume: str | None = None
     """Continue an interrupted run after its newest checkpoint: its folder, its name, or `auto` for the newest
     unfinished run of the same training, if there is one. Without -c, the config is that run's own."""
     allow_change: Sequence[str] = ()
-    """A key whose change alters the training, and which may differ from the interrupted run's all the same."""
+    """A key that may differ from the interrupted run's although it changes the training."""
     local: bool = False
     """Run in this process without Ray, for a debugger."""

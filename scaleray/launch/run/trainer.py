@@ -1,4 +1,4 @@
-"""One run under Ray Train: its workers, started again where that helps, while the driver shows what they say."""
+"""One run under Ray Train: its workers, restarted if that helps, while the driver shows their messages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 SAME_FAILURE_S = 3.0  # failures this close are one: a new group of workers takes longer to start
-RECORDER_LOST = "the recorder's process was lost, again and again"
+RECORDER_LOST = "the recorder's process was lost repeatedly"
 
 
 class Interrupted(Exception):
@@ -65,8 +65,8 @@ def fit(
 ) -> None:
     """Run the job's workers to the end. Raises UsageError, RunFailedError or Interrupted.
 
-    run_path: the run's folder, for checkpoints and Ray Train's own files. facts: what every checkpoint says of the run.
-    """
+    run_path: the run's folder, for checkpoints and Ray Train's own files. facts: facts about the run for every
+    checkpoint."""
     import ray
 
     config, max_failures = job.config, job.config.scale.max_failures
@@ -116,7 +116,7 @@ def _fit_once(
     assignment: Assignment, streamed: dict[str, Any], attempt: int, recorder: RemoteRecorder, watcher: _Watcher
 ) -> BaseException | None:
     """Run workers to the end; None when they are done, else the error that shows that Ray Train's controller or the
-    recorder was lost, after which workers can start again. attempt: counted from 1. Raises what ends the run."""
+    recorder was lost, after which workers can restart. attempt: counted from 1. Raises errors that end the run."""
     import ray
     import ray.train
 
@@ -154,8 +154,8 @@ def _fit_once(
 
 
 def restart_callback(recorder: Any, max_failures: int, run_path: str) -> Any:
-    """Make the callback that Ray calls in its controller when workers fail: it says what happened, and refuses a
-    restart that cannot help. run_path: the run's folder, where workers have written what they were doing."""
+    """Make the callback that Ray calls in its controller when workers fail: it reports the failure, and refuses a
+    restart that cannot help. run_path: the run's folder, with the workers' accounts of their activity."""
     import ray
     from ray.train import UserCallback
 
@@ -220,10 +220,8 @@ def _wait_for_silence(recorder: RemoteRecorder, *, silent_s: float = 3.0, timeou
 
 
 class _Watcher:
-    """Polls the recorder while the driver waits for Ray, in a thread. error: why the recorder could not start.
-
-    has_lost_recorder: its process is gone, and this interrupted the driver, or tried to.
-    """
+    """Polls the recorder in a thread while the driver waits for Ray. error: why the recorder could not start.
+    has_lost_recorder: its process is gone, and this thread interrupted the driver, or tried to."""
 
     def __init__(self, recorder: RemoteRecorder, show: Show, first_stage: str) -> None:
         self.recorder, self.show, self.first_stage = recorder, show, first_stage
@@ -306,9 +304,8 @@ def _showing(recorder: RemoteRecorder, show: Show, first_stage: str) -> Iterator
 def _stop_on_sigterm(recorder: RemoteRecorder, grace_s: float) -> Iterator[None]:
     """Answer SIGTERM: save, and leave, or end like Ctrl-C after `grace_s`.
 
-    `ray job stop` sends SIGTERM and, three seconds later, SIGKILL. On a loaded machine three seconds may not be enough
-    to free everything, so the recorder hears of it first.
-    """
+    `ray job stop` sends SIGTERM and, three seconds later, SIGKILL. On a loaded machine three seconds may not suffice to
+    release everything, so the recorder is notified first."""
     timers: list[threading.Timer] = []
 
     def tell() -> None:

@@ -1,1 +1,1 @@
-"""First and last steps of every command: paths and names, the data, the conditions of its measurements, its folder."""
+"""First and last steps of every command: paths and names, data, conditions of measurements, and its folder."""

@@ -1,4 +1,4 @@
-"""Inputs of alerts from the driver: the address in its environment, and the command."""
+"""Resolve the driver's alert targets: the webhook's address from its environment, and the command."""
 
 from __future__ import annotations
 

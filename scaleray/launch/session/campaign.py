@@ -57,7 +57,7 @@ class Campaign:
     say: Say
     started_at: float
     under_way: Stage = field(default_factory=lambda: Stage("measuring"))
-    """The measurements as a terminal shows them."""
+    """The measurements for display on a terminal."""
     mlflow: ParentRun = field(init=False)
     """MLflow run of the campaign, available after `open_run`."""
 
@@ -78,9 +78,9 @@ class Campaign:
         run_id: str = "",
         uri: str = "",
     ) -> None:
-        """Make its run in MLflow, or continue the one with that id. environment: with its commit under `git`. workers:
-        the most of one training. settings: more sections of the config. uri: where MLflow is, if not where the config
-        says. Raises TrackingError."""
+        """Create its run in MLflow, or continue the one with that id. environment: with its commit under `git`.
+        workers: the most of one training. settings: more sections of the config. uri: of MLflow, if not the config's.
+        Raises TrackingError."""
         config, workload = self.config, self.config.workload.name
         self.mlflow = ParentRun.open(
             store.resolve_uri(uri or config.tracking.uri),
@@ -101,7 +101,7 @@ class Campaign:
         )
 
     def measured(self) -> Measured:
-        """Points or trials so far, as Prometheus shows them."""
+        """Points or trials so far, for Prometheus."""
         raise NotImplementedError
 
     def shown_in_its_folder(self) -> contextlib.AbstractContextManager[None]:

@@ -24,10 +24,9 @@ Configs = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
 def conditions_of(config: RunConfig, workload: Any, topology: Mapping[str, Any]) -> Conditions:
-    """The conditions of what is measured here and now. topology: nodes and how workers are started.
+    """The conditions of a measurement made here and now. topology: nodes and how workers are started.
 
-    The commit is that of the working directory, as for a training: a config may lie outside of the checkout.
-    """
+    The commit is that of the working directory, as for a training: a config may be outside of the checkout."""
     facts = environment()
     git = facts.pop("git", {})
     return Conditions(
@@ -72,7 +71,7 @@ def differences(here: Conditions, there: Conditions, *, configs: Configs | None 
     for name in ("environment", "topology"):
         if getattr(here, f"{name}_hash") != getattr(there, f"{name}_hash"):
             facts = _by_fact(name, getattr(here, name), getattr(there, name))
-            found += facts or [f"{name}: other hashes, and no fact that shows why"]
+            found += facts or [f"{name}: different hashes, but no fact that shows why"]
     return found
 
 

@@ -15,7 +15,7 @@ Config = RunConfig | str | Path | Mapping[str, Any]
 
 
 def whole_config(config: Config, workload: Any = None, base_dir: Path | None = None) -> tuple[RunConfig, Path | None]:
-    """The config, with the workload's name if it has none, and the folder in which its relative paths begin: that of
+    """The config, with the workload's name if it has none, and the folder to which its relative paths refer: that of
     the file, unless `base_dir` is given."""
     named = {"workload.name": name_of(workload)} if workload is not None else {}
     if isinstance(config, RunConfig):
@@ -37,12 +37,11 @@ def resolved(config: Config, workload: Any, base_dir: Path | None = None) -> tup
 def show_config(
     config: Config, workload: Any = None, *, data: bool = True, base_dir: Path | None = None
 ) -> dict[str, Any]:
-    """Return the resolved config, its hash, every value that is derived from it, and how.
+    """Return the resolved config, its hash, and every derived value with its derivation.
 
     config: a RunConfig, a YAML file, or a mapping of dotted keys or sections. workload: a class or an object; None is
     the config's. data: load its data, which most derived values depend on; without it they are left out. base_dir:
-    folder in which paths of a RunConfig begin. Raises UsageError.
-    """
+    folder to which a RunConfig's paths are relative. Raises UsageError."""
     whole, base_dir = whole_config(config, workload, base_dir)
     from scaleray.config.recipe.derive import derive
 

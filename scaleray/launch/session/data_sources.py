@@ -1,4 +1,4 @@
-"""Data of a command: whether its epochs must be known, and whether it is the same as before."""
+"""Checks of a command's data: whether its epochs must be known, and whether it is the same as before."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from scaleray.errors import DataError
 
 
 def is_in_steps(config: RunConfig) -> bool:
-    """Whether no length of a training is in epochs."""
+    """Whether all lengths of a training are in steps rather than epochs."""
     lengths = (
         config.stop.after,
         config.schedule.warmup,
@@ -20,10 +20,9 @@ def is_in_steps(config: RunConfig) -> bool:
 
 
 def check_same_data(was: str | None, now: str | None, *, what: str, advice: str) -> None:
-    """Raise DataError where both hashes (SHA-256 of the training data) are known and differ.
+    """Raise DataError if both hashes (SHA-256 of the training data) are known and differ.
 
-    what: the interrupted thing that read the other data. advice: what to do next.
-    """
+    what: the interrupted run, study or sweep that read the other data. advice: the next step."""
     if was and now and was != now:
         raise DataError(
             "the training data",

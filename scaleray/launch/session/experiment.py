@@ -15,7 +15,7 @@ from scaleray.records.json_record import leaves
 
 LONGEST_TAG = 5000
 POLICY = "scaleray.policy"
-"""Tag with the name and the hash of the policy that was asked."""
+"""Tag with the name and hash of the policy that was checked."""
 
 
 def check_policy(config: RunConfig) -> None:
@@ -32,11 +32,10 @@ def experiment_tags(
     workers: int,
     profiled: bool = False,
 ) -> dict[str, str]:
-    """MLflow's tags for what the registry wants to know and nothing else records. environment: facts as
+    """MLflow tags with facts for the registry that are recorded nowhere else. environment: facts as
     `reproducibility.fingerprint` found them. data: facts of the training data.
 
-    Raises ConfigError for what breaks the team's policy.
-    """
+    Raises ConfigError if the team's policy is broken."""
     git = environment.get("git") or {}
     known = {
         **known_of(config),

@@ -1,4 +1,4 @@
-"""First steps of every command: paths that hold from any folder, a name, and a Ray that it may use."""
+"""First steps of every command: absolute paths, a name, and access to Ray."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAUNCHERS = (
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("mpiexec", "PMI_RANK", "PMI_SIZE"),
 )
-"""Programs that start a command several times, and the variables that give each copy its number and their count."""
+"""Programs that start a command several times, and the variables with each copy's number and their count."""
 
 
 def check_started_once(say: Say) -> None:
@@ -45,14 +45,14 @@ def check_started_once(say: Say) -> None:
                 "start scaleray once, with --scale.workers for the number of workers",
             )
         say(
-            f"warning: {launcher} started {copies} copies of this command ({size}={copies}); this one trains, with as "
-            "many workers as scale.workers says, and the others are refused"
+            f"warning: {launcher} started {copies} copies of this command ({size}={copies}); this one trains with "
+            "scale.workers workers, and the others are refused"
         )
         return
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The config with absolute paths, which mean the same in every process."""
+    """The config with absolute paths, which are valid in every process."""
     checkpoint, workload = config.checkpoint, config.workload
     storage_path = absolute_path(checkpoint.storage_path)
     paths = {"checkpoint.storage_path": storage_path}
@@ -91,12 +91,12 @@ def forbid_ray() -> None:
 def check_learning_rate(config: RunConfig, workload: Any) -> None:
     """Raise ConfigError if there is no learning rate."""
     if config.optimizer.learning_rate is None and not brings_optimizer(workload):
-        raise missing_rate("the workload brings no optimizer of its own")
+        raise missing_rate("the workload has no optimizer() of its own")
 
 
 @contextlib.contextmanager
 def connected_unless(config: RunConfig, *, local: bool) -> Iterator[None]:
-    """Context in which Ray is connected, or forbidden where the command runs locally."""
+    """Context in which Ray is connected, or forbidden if the command runs locally."""
     if local:
         forbid_ray()
         yield
@@ -107,7 +107,7 @@ def connected_unless(config: RunConfig, *, local: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_folder(config: RunConfig, kind: str, started_at: float) -> Iterator[RunFolder]:
-    """A folder that is completed with the context, and removed if it stayed empty. kind: first part of its default
+    """A folder that is completed at the end of the context, and removed if it is empty. kind: first part of its default
     name. started_at: in Unix seconds."""
     started = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(started_at))}-{int(started_at * 1000) % 1000:03d}"
     folder = RunFolder.reserve(config, f"{kind}-{config.workload.stem}-{started}")

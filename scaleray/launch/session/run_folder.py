@@ -27,8 +27,7 @@ _LOCKS: dict[str, IO[str]] = {}
 class RunFolder:
     """The folder of one run.
 
-    name: the run's name. path: local path or URI. work_dir: local folder; the same one, or one to upload from.
-    """
+    name: the run's name. path: local path or URI. work_dir: a local folder, either the same or one to upload from."""
 
     name: str
     path: str
@@ -36,11 +35,10 @@ class RunFolder:
 
     @classmethod
     def reserve(cls, config: RunConfig, default_name: str | None = None) -> RunFolder:
-        """Make the folder, which shows that it can be written. Raises StorageError.
+        """Create the folder, which shows that it can be written. Raises StorageError.
 
-        default_name: name where the user gave none; None is a training's own. A name in use is a ConfigError: Ray Train
-        would silently resume the old run under it.
-        """
+        default_name: name if the user gave none; None: a training's own. A name in use is a ConfigError: Ray Train
+        would silently resume the old run under it."""
         import pyarrow.fs
 
         name = (
@@ -66,7 +64,7 @@ class RunFolder:
                 "checkpoint.storage_path",
                 root,
                 f"it cannot be written: {exc}",
-                "choose another folder or bucket, or mend its permissions",
+                "choose another folder or bucket, or fix its permissions",
             ) from exc
         if copies and not exists:
             raise ConfigError(
@@ -86,7 +84,7 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: str) -> RunFolder:
-        """The folder of an interrupted run. Raises StorageError while another process still writes it."""
+        """The folder of an interrupted run. Raises StorageError while another process is writing it."""
         name = path.partition("?")[0].rstrip("/").rpartition("/")[2]
         return cls(name, path, _work_dir(path))._locked()
 
@@ -98,7 +96,7 @@ class RunFolder:
                 is_ours = lock(file)
             except OSError as exc:
                 is_ours = True
-                text = "%s cannot be locked (%s): start no second process that writes this run"
+                text = "%s cannot be locked (%s): do not start a second process that writes this run"
                 logging.getLogger(__name__).warning(text, self.path, exc.strerror)
             if not is_ours:
                 file.close()
@@ -120,7 +118,7 @@ class RunFolder:
         return self.path == self.work_dir
 
     def local(self, names: Sequence[str]) -> list[str]:
-        """Files of the run folder as local ones, which MLflow requires; those of a bucket until `complete`."""
+        """Files of the run folder as local files, which MLflow requires; for a bucket, only until `complete`."""
         if self.is_local:
             return [f"{self.path}/{name}" for name in names]
         fetched = Store(self._fetched)
@@ -152,7 +150,7 @@ class RunFolder:
                     Path(self.path).rmdir()  # not if a file has come meanwhile
 
     def remove_without_checkpoints(self) -> bool:
-        """Remove a folder in which nothing was trained. Returns False if it holds a checkpoint, and keeps it then."""
+        """Remove a folder in which nothing was trained. If it holds a checkpoint, keep it and return False."""
         if Catalog.of_run(self.path).newest() is not None:
             return False
         parent, _, name = self.path.rstrip("/").rpartition("/")
@@ -161,7 +159,7 @@ class RunFolder:
 
 
 def unique_name(start: str) -> str:
-    """Unique name: this beginning, the time and some random digits."""
+    """Unique name: the given beginning, the time and some random digits."""
     return f"{start}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 

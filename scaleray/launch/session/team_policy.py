@@ -33,9 +33,9 @@ OWN_FIELDS = (*REQUIRED, "gpus", "model", "strategy", "uncommitted")
 """Fields of a policy in addition to the keys of the config."""
 BOUNDS = ("min", "max", "in")
 HINTS = {
-    "owner": "say who answers for it: --tracking.owner NAME",
-    "purpose": "say what it is for: --tracking.purpose 'WORDS'",
-    "cost": "say what a worker costs: --study.price-per-worker-hour PRICE",
+    "owner": "name the person responsible: --tracking.owner NAME",
+    "purpose": "state its purpose: --tracking.purpose 'WORDS'",
+    "cost": "state the price of a worker: --study.price-per-worker-hour PRICE",
     "uncommitted": "commit the changes, so that the code can be found again",
     "code": "run it in a git checkout, or set GIT_COMMIT to the commit",
     "data_hash": "train on rows whose content can be hashed",
@@ -84,7 +84,7 @@ class Rule:
         """Error for a value that is not allowed."""
         hint = HINTS.get(self.field, f"give another --{self.field.replace('_', '-')}" if "." in self.field else "")
         if self.may_break:
-            why = "say why it must be so, which is recorded: --tracking.policy-reason 'WORDS'"
+            why = "give the reason, which is recorded: --tracking.policy-reason 'WORDS'"
             hint = f"{hint}; or {why}" if hint else why
         level = "a constraint" if self.may_break else "an invariant"
         wanted = f"{level} of the team's policy requires it"
@@ -95,7 +95,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class TeamPolicy:
-    """The rules of a policy file. name: of the file with the beginning of its SHA-256, for the record."""
+    """The rules of a policy file. name: the file's name and the beginning of its SHA-256, for the record."""
 
     name: str
     rules: tuple[Rule, ...]
@@ -136,7 +136,7 @@ def read_team_policy(path: str | Path) -> TeamPolicy:
 
 def _rules(loader: BoundedLoader, node: yaml.Node | None, name: str) -> list[Rule]:
     if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{KEY} {name}", "no mapping", f"it holds sections: {', '.join(LEVELS)}")
+        raise ConfigError(f"{KEY} {name}", "not a mapping", f"it must hold the sections {', '.join(LEVELS)}")
     found: list[Rule] = []
     for key, section in node.value:
         where, level = f"{name}:{key.start_mark.line + 1}", str(key.value)
@@ -145,7 +145,7 @@ def _rules(loader: BoundedLoader, node: yaml.Node | None, name: str) -> list[Rul
             hint = f"did you mean {near[0]}?" if near else f"sections are {', '.join(LEVELS)}"
             raise ConfigError(f"{where} {level}", "an unknown section", "only known sections are allowed", hint)
         if not isinstance(section, yaml.MappingNode):
-            raise ConfigError(f"{where} {level}", "no mapping", "it holds fields with what they must be")
+            raise ConfigError(f"{where} {level}", "not a mapping", "it must hold fields with their rules")
         found += [
             _rule(field, loader.construct_object(value, deep=True), name, may_break=level == "constraints")
             for field, value in section.value
@@ -159,7 +159,7 @@ def _rule(key: yaml.Node, value: Any, name: str, *, may_break: bool) -> Rule:
     if field not in known:
         near = near_words(field, known)
         hint = f"did you mean {near[0]}?" if near else f"fields are {', '.join(OWN_FIELDS)}, and keys of the config"
-        raise ConfigError(f"{where} {field}", "an unknown field", "a team's policy knows no such one", hint)
+        raise ConfigError(f"{where} {field}", "an unknown field", "a team's policy has no such field", hint)
     bounds = value if isinstance(value, dict) else {} if value == "required" else {"in": value}
     if "in" in bounds and not isinstance(bounds["in"], list):
         bounds = {**bounds, "in": [bounds["in"]]}
@@ -171,7 +171,7 @@ def _rule(key: yaml.Node, value: Any, name: str, *, may_break: bool) -> Rule:
 
 
 def _are_bounds(bounds: Mapping[Any, Any]) -> bool:
-    """Whether these are known bounds: numbers, and no comparisons in words."""
+    """Whether these are valid bounds: known names with numbers."""
     numbers = [bounds[name] for name in ("min", "max") if name in bounds]
     values = bounds.get("in", ["any"])
     return (

@@ -1,6 +1,5 @@
 """Choice of the run to watch and of its source: its folder on this machine, its recorder in a cluster, or MLflow. The
-folder comes first, as it needs neither Ray nor MLflow, and nothing of the run has to answer.
-"""
+folder comes first, since it needs no Ray, no MLflow and no answer from the run."""
 
 from __future__ import annotations
 
@@ -39,8 +38,8 @@ class RecorderGone(Exception):
 
 @contextlib.contextmanager
 def cluster_runs() -> Iterator[Callable[[], list[tuple[LiveState, Ask]]]]:
-    """A function that gives the live runs of the cluster of RAY_ADDRESS, each with a way to ask it again, while the
-    context lasts. Raises ClusterError."""
+    """A function that gives the live runs of the cluster of RAY_ADDRESS, each with a function that queries it again,
+    while the context lasts. Raises ClusterError."""
     address = os.environ["RAY_ADDRESS"]
     if address.startswith(("http://", "https://")):
         raise ClusterError(
@@ -81,7 +80,7 @@ def asking(actor: Any) -> Ask:
 
 
 MLFLOW_EVERY_S = 5.0
-"""Minimum seconds between two queries of MLflow, which receives a point every few steps only."""
+"""Minimum seconds between two queries of MLflow, which receives a point only every few steps."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +116,8 @@ def find_watched(run: str, stack: contextlib.ExitStack, *, uri: str | None = Non
 
 
 def watched_runs(stack: contextlib.ExitStack) -> Callable[[], list[LiveState]]:
-    """A function that gives all runs of this machine's storage path and of the cluster of RAY_ADDRESS that live, or
-    ended within the last hour. stack: holds the connection. Raises ClusterError."""
+    """A function that returns all runs of this machine's storage path and of the cluster of RAY_ADDRESS that are active
+    or ended within the last hour. stack: holds the connection. Raises ClusterError."""
     in_cluster = stack.enter_context(cluster_runs()) if os.environ.get("RAY_ADDRESS", "local") != "local" else list
 
     def look() -> list[LiveState]:
@@ -131,11 +130,10 @@ def watched_runs(stack: contextlib.ExitStack) -> Callable[[], list[LiveState]]:
 
 @names_what_is_missing
 def live_state(run: str | Path, *, uri: str | None = None) -> LiveState:
-    """Return the current state of a run: how far it is, its loss, speed, phases, ranks and alerts, or how it ended.
+    """Return the current state of a run: its progress, loss, speed, phases, ranks and alerts, or how it ended.
 
     run: its folder, its name in the storage path or in the cluster of RAY_ADDRESS, or its id or name in MLflow at
-    `uri`. Disturbs nothing. Raises UsageError.
-    """
+    `uri`. Does not affect the run. Raises UsageError."""
     with contextlib.ExitStack() as stack:
         return find_watched(str(run), stack, uri=uri).look()
 
@@ -143,11 +141,10 @@ def live_state(run: str | Path, *, uri: str | None = None) -> LiveState:
 def watch(
     run: str | Path | None = None, *, interval: float = 2.0, uri: str | None = None
 ) -> Iterator[LiveState | list[LiveState]]:
-    """Watch a run while it trains: yields its state again and again, until it has ended.
+    """Watch a run while it trains: yields its state repeatedly, until it has ended.
 
-    run: as for `live_state`; None gives all runs of this machine and of the cluster of RAY_ADDRESS that live or ended
-    within the last hour, and never ends. interval: seconds between two states. Raises UsageError.
-    """
+    run: as for `live_state`; None gives all runs of this machine and of the cluster of RAY_ADDRESS that are active or
+    ended within the last hour, and never ends. interval: seconds between two states. Raises UsageError."""
     with contextlib.ExitStack() as stack:
         if run is None:
             look: Callable[[], LiveState | list[LiveState]] = watched_runs(stack)
@@ -175,7 +172,7 @@ def _in_folders(run: str, uri: str | None) -> Watched | None:
         raise TrackingError(
             "RUN",
             run,
-            f"this folder is not one of a run: it has no run.json, {FILE} or record.json",
+            f"this is not the folder of a run: it has no run.json, {FILE} or record.json",
             f"runs in it: {', '.join(inside[:5])}" if inside else "give a run's folder, name or id; --all shows all",
         )
     return None
@@ -189,7 +186,7 @@ def _of_folder(folder: Path) -> LiveState:
 
 
 def _in_bucket(place: Store, uri: str | None) -> Watched | None:
-    """A run in a bucket: it has a state once it has ended; before, MLflow has it."""
+    """A run in a bucket, which has a state only once it has ended; before that, MLflow has it."""
     where = without_password(place.root)
     with contextlib.suppress(OSError, ValueError, TypeError):
         state = LiveState.from_json(place.read(FILE))
@@ -250,5 +247,5 @@ def _unknown(run: str, exc: TrackingError) -> TrackingError:
         "RUN",
         run,
         f"there is neither {' nor '.join(places)} nor a run {reason}",
-        "scaleray watch --all shows what lives",
+        "scaleray watch --all shows all active runs",
     )

@@ -1,1 +1,1 @@
-"""Worker processes: in this process, under gloo, and how those of Ray fail and report."""
+"""Worker processes: in this process, as gloo processes or under Ray, and reports of their failures."""

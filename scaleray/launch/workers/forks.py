@@ -1,7 +1,6 @@
 """The process that gloo processes are forked from, which imports what they need once: torch alone takes seconds.
 
-Imports nothing that takes time itself, so that a command may begin it before anything else.
-"""
+This module has no slow imports, so a command can start the process before anything else."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ OF_A_CHECK = PRELOADED[:1]
 
 
 def begin_imports(modules: Sequence[str] = PRELOADED) -> None:
-    """Start the imports of that process, concurrent with this one; does nothing if it runs already."""
+    """Start the imports of that process, concurrently with this one; does nothing if it is running."""
     keep_compiled_code_here()
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
     with without_main():

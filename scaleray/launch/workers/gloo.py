@@ -1,5 +1,4 @@
-"""Groups of plain gloo processes on this machine, without Ray: the same checks where a cluster would only be in the
-way."""
+"""Groups of plain gloo processes on this machine, without Ray: the same checks without the cost of a cluster."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ from scaleray.workload import load_workload, no_exit
 
 
 def refuse_streams(job: TrainJob) -> None:
-    """Raise DataError where a split is a Ray Dataset."""
+    """Raise DataError if a split is a Ray Dataset."""
     streamed = [name for name, split in job.splits.items() if split.is_streamed]
     if streamed:
         raise DataError(f"the {streamed[0]} data", "a Ray Dataset", "--local runs without Ray", "leave --local out")
@@ -43,7 +42,7 @@ HOST = "127.0.0.1"
 GRACE_S = 10.0  # seconds after a rank's error for what the others have to say
 ENDED = "the process ended"
 TOLD, ASKED = "told", "asked"
-"""First element of a process's messages, in place of its success."""
+"""First element of a process's messages, instead of its success."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +105,8 @@ class GlooProcesses:
         """Result of `function(place, *args)` on rank 0. Raises the error of a rank.
 
         workload: the object that each process replaces by its own. on_message: receives messages at once; a process
-        sends one by calling the function in the place of TELL among its arguments, and gets the returned value as the
-        answer if it waits for one.
-        """
+        sends one by calling the function that replaces TELL in its arguments, and gets the returned value as the answer
+        if it waits for one."""
         self._num_groups += 1
         watch = None if self._watched_in is None else (self._watched_in, f"{self._started_at}-{self._num_groups}")
         for pipes, is_first in ((self._pipes[:1], True), (self._pipes[1:world_size], False)):
@@ -159,11 +157,10 @@ class GlooProcesses:
 def gloo_processes(
     world_size: int, user_code: UserCode, *, timeout_s: float, watched_in: str | None = None
 ) -> Iterator[GlooProcesses]:
-    """Start the processes, and end them by their own handles with the context.
+    """Start the processes, and end them with the context.
 
     timeout_s: time limit of a collective. watched_in: folder for the accounts of trainings that hang; None: they are
-    not watched.
-    """
+    not watched."""
     keep_compiled_code_here()
     meeting = OwnedStore(HOST)
     store = open_store(meeting.place)  # the server
@@ -254,7 +251,7 @@ def _watching(
 
 
 def _without_frames(exc: BaseException) -> None:
-    """Let go of what the lines that raised an error held: trainings, their groups, and the connections of these."""
+    """Release the objects held by an error's frames: trainings, their groups, and the connections of these."""
     current: BaseException | None = exc
     seen: set[int] = set()
     while current is not None and id(current) not in seen:
@@ -264,18 +261,17 @@ def _without_frames(exc: BaseException) -> None:
 
 
 class Teller:
-    """How a process says something to the one that started it while it runs."""
+    """Connection by which a running process sends messages to the process that started it."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
 
     def __call__(self, value: Any) -> None:
-        """Say something. One thread at a time."""
+        """Send a message. One thread at a time."""
         self._pipe.send((TOLD, value))
 
     def ask(self, value: Any, saying: contextlib.AbstractContextManager[object]) -> Any:
-        """Say something and wait for the answer, in one thread alone. saying: held while it is said, not while it is
-        waited for."""
+        """Send a message and wait for the answer, in one thread only. saying: held while sending, not while waiting."""
         with saying:
             self._pipe.send((ASKED, value))
         return self._pipe.recv()
@@ -309,7 +305,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _first_cause(failures: dict[int, tuple[BaseException | None, str]]) -> BaseException:
-    """The failure that began it, where there is one: ranks that only lost their peer say so, and are less telling."""
+    """The failure that caused the others, if there is one: ranks that only lost their peer are less informative."""
     for rank, (_, text) in sorted(failures.items()):
         if text.startswith(ENDED):
             return RunFailedError(f"rank {rank} failed: {text}")
@@ -319,11 +315,11 @@ def _first_cause(failures: dict[int, tuple[BaseException | None, str]]) -> BaseE
     if known:
         return (telling or known)[0]
     rank, (_, text) = min(failures.items())
-    return RunFailedError(f"rank {rank} failed: {(text.strip().splitlines() or ['it said nothing'])[-1]}")
+    return RunFailedError(f"rank {rank} failed: {(text.strip().splitlines() or ['no message'])[-1]}")
 
 
 def _ended_with(code: int | None) -> str:
     """Description of a process that has ended without a message."""
     if code != -signal.SIGKILL:
         return f"{ENDED} with code {code}"
-    return f"{ENDED} by SIGKILL, as the system does where memory runs out: take fewer workers or a smaller model"
+    return f"{ENDED} by SIGKILL, as the system does when memory runs out: use fewer workers or a smaller model"

@@ -1,4 +1,4 @@
-"""Accounts that the ranks wrote when a training hung, put together into one explanation of its failure."""
+"""Combine the accounts that the ranks wrote when a training hung into one explanation of its failure."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ FILE = re.compile(r"rank-(\d+)\.(json|txt)$")
 OTHERS_WRITE_S = 2.0  # seconds for what other ranks write when one was lost
 MISMATCHES = (Kind.OTHER_CALL, Kind.OTHER_SIZE, Kind.OTHER_TYPE)
 ENDED_IN_A_COLLECTIVE = (
-    "gloo ends a process that receives more than it has room for: compare sizes and dtypes of this call on all ranks"
+    "gloo ends a process that receives more than fits its buffer: compare sizes and dtypes of this call on all ranks"
 )
 
 
 @dataclass(frozen=True)
 class HangReport:
-    """Dumps of one group of workers that stood still."""
+    """Dumps of one group of workers that hung."""
 
     store: Store
     dumps: Mapping[int, RankDump]
 
     def explanation(self) -> str:
-        """The collective, the missing ranks, the line at which each rank is, and the files with more; empty if the
-        dumps show only that a worker is gone.
-        """
+        """The collective, the missing ranks, each rank's line, and the files with details; empty if the dumps show only
+        that a worker is gone."""
         found = find(self.dumps)
         told = [dump for dump in self.dumps.values() if dump.calls is None]
         if found is None and not told:
@@ -50,7 +49,7 @@ class HangReport:
         return "\n  ".join([*lines, f"what each rank was doing: {self.store.path('')}".rstrip("/")])
 
     def is_still_written(self, num_ranks: int) -> bool:
-        """Whether more of it is to come: lines of a rank that has written the rest, or all of a rank where another
+        """Whether more dumps are to come: the lines of a rank that has written the rest, or all of a rank if another
         process was ended by a signal."""
         if not all(dump.is_complete for dump in self.dumps.values()):
             return True
@@ -58,21 +57,19 @@ class HangReport:
         return is_ended and len(self.dumps) < num_ranks
 
     def _is_hang(self) -> bool:
-        """Whether some rank stood still, rather than lose another one at once."""
+        """Whether some rank hung, rather than lose another one at once."""
         return any(not dump.is_after_error for dump in self.dumps.values())
 
 
 def explain_hang(run_path: str, heartbeats: Sequence[Heartbeat]) -> str:
-    """Explanation of a group's failure from its dumps; None if they explain nothing, and then they are removed.
-    run_path: the run's folder. heartbeats: the last ones of these workers.
-    """
+    """Explanation of a group's failure from its dumps; None if they explain nothing, in which case they are removed.
+    run_path: the run's folder. heartbeats: the last ones of these workers."""
     return _explained(lambda: read_report(run_path, heartbeats), len(heartbeats))
 
 
 def with_explanation(error: BaseException, run_path: str, group: str, num_ranks: int) -> BaseException:
-    """The error of the group of that name, with the accounts of its ranks; the error itself without accounts. group:
-    the name given to `GroupWatch`.
-    """
+    """The error of the group of that name, with the accounts of its ranks, if there are any. group: the name given to
+    `GroupWatch`."""
     if not isinstance(error, RunFailedError):
         return error
     text = _explained(lambda: group_report(run_path, group), num_ranks)
@@ -98,7 +95,7 @@ def _explained(read: Callable[[], HangReport | None], num_ranks: int) -> str:
 
 
 def read_report(run_path: str, heartbeats: Sequence[Heartbeat]) -> HangReport | None:
-    """Dumps of the workers whose last heartbeats these are; None where they left none."""
+    """Dumps of the workers with these last heartbeats; None if they left none."""
     hangs = Store(run_path).child(HANGS)
     newest = hangs.names()[-1:]  # named by the time of their start
     if not newest:
@@ -109,14 +106,14 @@ def read_report(run_path: str, heartbeats: Sequence[Heartbeat]) -> HangReport | 
 
 
 def group_report(run_path: str, group: str) -> HangReport | None:
-    """Dumps of the processes of one group, which has no other's in its folder; None where they left none."""
+    """Dumps of the processes of one group, which has its folder to itself; None if they left none."""
     store = Store(run_path).child(HANGS).child(group)
     dumps = _dumps(store, None)
     return HangReport(store, dumps) if dumps else None
 
 
 def _dumps(store: Store, beats: Mapping[tuple[int, int], Heartbeat] | None) -> dict[int, RankDump]:
-    """Dumps of the processes that the beats are of; of all, where there are None."""
+    """Dumps of the processes of these beats; if they are None, all dumps."""
     own: dict[int, RankDump] = {}
     mute: dict[int, RankDump] = {}
     known = {rank: beat for (rank, _), beat in (beats or {}).items()}

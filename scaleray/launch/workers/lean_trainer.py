@@ -2,9 +2,8 @@
 `scaleray/common/private_parts.py`; it is imported only if that part is used.
 
 Measured on 2 cores, CPU seconds before the first step: PlacementGroupCleaner 1.4, DatasetManager 1.3, the autoscaling
-coordinator 1.2, torch in the controller 1.2. Each of the first three is a process of its own, and workers start after
-the last two. The controller imports this module, which therefore imports no torch.
-"""
+coordinator 1.2, torch in the controller 1.2. Each of the first three is a separate process, and workers start after the
+last two. The controller imports this module, which therefore imports no torch."""
 
 from __future__ import annotations
 
@@ -25,11 +24,11 @@ CLEANER = "PlacementGroupCleanerCallback"
 """Callback that removes the placement group of a controller that died; `run/trainer.py` does so for a run, and the end
 of the driver for all others."""
 DATASETS = "DatasetsCallback"
-"""Callback that deals out Ray Datasets, and starts a process for it even where there are none."""
+"""Callback that deals out Ray Datasets, and starts a process for it even if there are none."""
 
 
 def lean_trainer(worker: Any, *, datasets: dict[str, Any] | None, **arguments: Any) -> TorchTrainer:
-    """A TorchTrainer that leaves out what this run does not use."""
+    """A TorchTrainer without the parts that this run does not use."""
     from ray.train.torch import TorchTrainer
 
     class LeanTrainer(TorchTrainer):
@@ -53,7 +52,7 @@ def lean_trainer(worker: Any, *, datasets: dict[str, Any] | None, **arguments: A
 
 
 class InheritingWorkers(WorkerGroup):
-    """Workers without an environment of their own: each costs a process that sets it, and the raylet has it already."""
+    """Workers that inherit the raylet's environment: setting one for each would cost a process."""
 
     @staticmethod
     def _get_worker_runtime_env(custom_runtime_env: Any) -> dict[str, Any]:
@@ -61,13 +60,13 @@ class InheritingWorkers(WorkerGroup):
 
 
 class TrainController(controller.TrainController):
-    """A controller of such workers, on a Ray of our own."""
+    """A controller of such workers, on a Ray started by scaleray."""
 
     worker_group_cls = InheritingWorkers
 
 
 class WithoutAutoscaler(FixedScalingPolicy):
-    """A fixed number of workers on nodes that are there, so that no further ones are requested."""
+    """A fixed number of workers on existing nodes, so that no further ones are requested."""
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Request nothing."""

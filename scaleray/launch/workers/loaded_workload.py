@@ -1,4 +1,4 @@
-"""How user code reaches the workers."""
+"""Transfer of user code to the workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scaleray.workload import user_modules
 
 
 def ship_user_code(workload: Any) -> None:
-    """Let code that exists in the user's folder only travel to Ray's workers with the workload."""
+    """Send code that exists only in the user's folder to Ray's workers with the workload."""
     from ray import cloudpickle
 
     modules = user_modules(workload)
@@ -20,7 +20,7 @@ def ship_user_code(workload: Any) -> None:
     cached = type(functools.cache(ship_user_code))
 
     def reduced(function: Any) -> Any:
-        """A function under functools.cache, which pickle would only name: workers could not import it."""
+        """A function under functools.cache, which pickle would store only by name: workers could not import it."""
         if function.__module__ not in names:
             return function.__qualname__
         return _cached_again, (function.__wrapped__, function.cache_parameters())

@@ -1,5 +1,5 @@
-"""A run on this machine without Ray: in this process, for a debugger and for tests, or in gloo processes, one a worker,
-for short trainings that are profiled."""
+"""A run on this machine without Ray: in this process, for a debugger and for tests, or in gloo processes, one per
+worker, for profiled short trainings."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def run_in_processes(
     facts: Mapping[str, Any],
     show: Show,
 ) -> None:
-    """Train with the workers of the config in processes that end with this call. Raises what a worker raised."""
+    """Train with the config's workers in processes that end with this call. Raises a worker's error."""
     from ray import cloudpickle  # by value: user code that exists in the user's folder only
 
     refuse_streams(job)
@@ -103,8 +103,8 @@ def _train(context: Place, assignment: bytes, tell: Teller) -> None:
 
 
 class _InBatches:
-    """Hands messages on once an interval: a call for each would cost the step more than it takes. For several threads:
-    checkpoints and signs of life come from their own, and what goes through a pipe must not mix."""
+    """Passes messages on once per interval: a call for each would take longer than the step itself. For several
+    threads: checkpoints and heartbeats come from separate threads, and their data in a pipe must not mix."""
 
     def __init__(self, tell: Teller, interval_s: float) -> None:
         self._tell, self._interval_s = tell, interval_s
@@ -120,13 +120,13 @@ class _InBatches:
                 self._flush()
 
     def beat(self, heartbeat: Heartbeat) -> Wish:
-        """Hand a sign of life on at once, and give what is asked for; nothing after the end, when the pipe is for the
+        """Pass a heartbeat on immediately, and return the request; does nothing after the end, when the pipe is for the
         process's result."""
         with self._asking:
             return Wish.NOTHING if self._is_closed else Wish(self._tell.ask(heartbeat, self._lock))
 
     def close(self) -> None:
-        """Hand on what waits, and no sign of life any more, once the last one is answered."""
+        """Pass waiting messages on, and no more heartbeats once the last one is answered."""
         with self._asking, self._lock:
             self._flush()
             self._is_closed = True

@@ -1,4 +1,5 @@
-"""Meaning of failures of workers: the one that explains the others, as text, and whether another try could help."""
+"""Explain failures of workers: find the one that explains the others, as text, and decide whether another try could
+help."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ SILENT_S = 2.0  # seconds without a sign of life: four times as long as between 
 def fatal_error(
     failures: Mapping[int, BaseException], failed_before: int = -1, *, is_restart: bool = False
 ) -> ScaleRayError | None:
-    """The error that would come again: the user's slip, a loss that is not finite, the workload's own error where it
-    came before, or before anything was done. failed_before: the furthest step in which it did; -1 is none."""
+    """The error that would recur: a mistake of the user, a non-finite loss, or the workload's own error if it recurs at
+    the same point or precedes the first step. failed_before: the furthest step at which it occurred; -1: none."""
     for _, failure in sorted(failures.items()):
         error = cause_of(failure)
         if isinstance(error, (UsageError, NonFiniteLossError, InitialisationError, InputStarvedError, LeftEarly)):
@@ -41,13 +42,13 @@ def fatal_error(
 
 
 def failed_step(failure: BaseException) -> int:
-    """How many steps were complete when the workload's own code failed; -1 for any other failure."""
+    """Number of complete steps when the workload's own code failed; -1 for any other failure."""
     error = cause_of(failure)
     return error.step if isinstance(error, StepFailedError) else -1
 
 
 def explain(exc: BaseException, heartbeats: Sequence[Heartbeat] = ()) -> ScaleRayError:
-    """The one error a user should read, out of what several workers and Ray's layers reported."""
+    """The one error for the user, from the errors of several workers and of Ray's layers."""
     failures: dict[int, BaseException] = dict(getattr(exc, "worker_failures", {}) or {})
     failure = getattr(exc, "controller_failure", None)
     known = [cause_of(error) for _, error in sorted(failures.items())] + ([cause_of(failure)] if failure else [])
@@ -64,14 +65,13 @@ def explain(exc: BaseException, heartbeats: Sequence[Heartbeat] = ()) -> ScaleRa
 def what_failed(failures: Mapping[int, BaseException], heartbeats: Sequence[Heartbeat], explanation: str = "") -> str:
     """The failure that explains the others, with rank, node, step, cause and the worker's own last lines.
 
-    explanation: what the ranks wrote down of their collectives before.
-    """
+    explanation: the ranks' earlier accounts of their collectives."""
     sentence, beat = _who_failed(failures, heartbeats)
     return "\n  ".join(filter(None, [sentence, explanation])) + tail(beat)
 
 
 def _who_failed(failures: Mapping[int, BaseException], heartbeats: Sequence[Heartbeat]) -> tuple[str, Heartbeat | None]:
-    """A sentence, and the last sign of life of the worker that it is about."""
+    """A sentence, and the last heartbeat of the worker concerned."""
     # workers that lost their peer only echo that it is gone
     rank = min(failures, key=lambda r: (is_echo(failures[r]), r))
     error = cause_of(failures[rank])
@@ -111,7 +111,7 @@ def _death(error: BaseException) -> str:
 
 
 def silent_worker(failures: Mapping[int, BaseException], heartbeats: Sequence[Heartbeat]) -> Heartbeat | None:
-    """The worker that the failed ones miss: it says nothing any more, or has long been in a phase of its own."""
+    """The worker that the failed ones wait for: it is silent, or has long been in another phase."""
     others = [beat for beat in heartbeats if beat.rank not in failures]
     silent = [beat for beat in others if beat.silent_s >= SILENT_S]
     if silent:
@@ -127,13 +127,13 @@ def tail(beat: Heartbeat | None) -> str:
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether a worker only says that another one is gone."""
+    """Whether a worker only reports that another one is gone."""
     text = text_of(error)
     return isinstance(cause_of(error), PeerLostError) or "onnection closed" in text or "Gloo" in text
 
 
 def was_preempted(failure: BaseException) -> bool:
-    """Whether a worker died with a node that had been announced to go."""
+    """Whether a worker died with a node whose removal had been announced."""
     return bool(getattr(getattr(failure, "health_check_failure", failure), "preempted", False))
 
 
@@ -152,6 +152,6 @@ def cause_of(exc: BaseException) -> BaseException:
 
 
 def last_line(exc: BaseException) -> str:
-    """Last line of an error of Ray, which puts a traceback before it."""
+    """Last line of an error of Ray, which begins with a traceback."""
     lines = [line for line in text_of(exc).strip().splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(exc).__name__

@@ -16,11 +16,11 @@ from ray.train.backend import Backend, BackendConfig
 from scaleray.training.setup.stores import OwnedStore, StorePlace, is_loopback, open_store
 
 SHUTDOWN_TIMEOUT_S = 5.0
-"""Seconds that workers get to leave their group: one that was stopped or hangs does not take part in it."""
+"""Seconds that workers get to leave their group: a stopped or hanging one does not take part."""
 
 
 _owned: OwnedStore | None = None
-"""Where the workers of this process's group meet, if this process has rank 0."""
+"""Store at which this process's group meets, if this process has rank 0."""
 
 
 class ProcessGroup(BackendConfig):
@@ -46,18 +46,18 @@ class _ProcessGroupBackend(Backend):
     share_cuda_visible_devices = True  # workers of one node see each other's GPUs, as peer-to-peer copies need
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Bring the workers into one group, by the address of rank 0."""
+        """Connect the workers into one group, by the address of rank 0."""
         place = worker_group.execute_single(0, _own_store)
         started_at = time.strftime("%Y%m%d-%H%M%S")
         worker_group.execute(_join, place, backend_config.backend, backend_config.timeout_s, started_at)
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
-        """Let the workers leave their group, as long as they answer."""
+        """Let the workers leave their group, if they still answer."""
         ray.wait(worker_group.execute_async(_leave), num_returns=len(worker_group), timeout=SHUTDOWN_TIMEOUT_S)
 
 
 def _own_store() -> StorePlace:
-    """Where the workers meet: at this one, which keeps the place until it ends."""
+    """Meeting point of the workers: this one, which keeps it until it ends."""
     global _owned
     _owned = OwnedStore(ray.util.get_node_ip_address())
     return _owned.place
@@ -104,7 +104,7 @@ def _join(place: StorePlace, backend: str, timeout_s: int, started_at: str) -> N
 
 
 def interface_of(address: str) -> str | None:
-    """Name of this machine's network interface that has the address; None where none has it."""
+    """Name of this machine's network interface with the address; None if none has it."""
     import psutil
 
     found = psutil.net_if_addrs().items()
@@ -112,7 +112,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _leave() -> None:
-    """Leave the group, and give back what the GPU's allocator keeps."""
+    """Leave the group, and release memory held by the GPU's allocator."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Ray Train as every command uses it: one way to build its trainer, and groups of workers that run once."""
+"""Use of Ray Train by all commands: building its trainer, and running a function once in a group of workers."""
 
 from __future__ import annotations
 
@@ -43,10 +43,9 @@ def torch_trainer(
 ) -> Any:
     """A TorchTrainer with the config's backend, resources and placement, which has not been started.
 
-    worker: called on each worker with a mapping, whose `task` is a reference to the given one, anything that it needs.
-    num_workers: how many, or the least and the most of an elastic run. name: name of Ray Train's own folder in
-    `storage_path`. datasets: Ray Datasets that are streamed to the workers, by split.
-    """
+    worker: called on each worker with a mapping, whose `task` is a reference to the given task. // num_workers: a
+    number, or the least and the most of an elastic run. name: name of Ray Train's own folder in `storage_path`.
+    datasets: Ray Datasets that are streamed to the workers, by split."""
     import ray.train
 
     from scaleray.launch.workers.process_group import ProcessGroup
@@ -146,10 +145,8 @@ def run_function(config: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def without_watcher_notice() -> Iterator[None]:
-    """Context in which one line of Ray's own is not shown: its preemption watcher's arguments lie in the object store.
-
-    It is logged as an error at every start, and nothing is wrong. All other lines of all processes are shown.
-    """
+    """Context that hides one line of Ray: that its preemption watcher's arguments are in the object store. It is logged
+    as an error at every start, although nothing is wrong. All other lines of all processes are shown."""
     if not QUIET_WATCHER.is_used():
         yield
         return
@@ -169,8 +166,8 @@ def without_watcher_notice() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_preemption_watcher() -> Iterator[None]:
-    """Do without Ray Train's preemption watcher: nothing here could act on its notices, and it costs a process and
-    prints an error at every start."""
+    """Disable Ray Train's preemption watcher: nothing here uses its notices, and it costs a process and prints an error
+    at every start."""
     name = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
     before = os.environ.get(name)
     os.environ[name] = "0"

@@ -19,21 +19,21 @@ from scaleray.records.run_description import RunDescription
 from scaleray.records.run_record import Heartbeat, WorkerMessage
 
 NAMESPACE, NAMES = "scaleray", "recorder-"
-"""Ray's namespace of recorders, and the prefix of their names: `watch` finds them by it."""
+"""Ray's namespace of recorders, and the prefix of their names: `watch` finds recorders by it."""
 
 SETTINGS = (
     "MLFLOW_", "DATABRICKS_", "AWS_", "AZURE_", "GOOGLE_", "PG", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_",
     "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
 )  # fmt: skip
-"""Beginnings of the variables by which MLflow, its stores and their clients are set."""
+"""Prefixes of the variables that configure MLflow, its stores and their clients."""
 
 if TYPE_CHECKING:
     from scaleray.records.run_description import Recording, RunIdentity
 
 
 def spawn_recorder(description: RunDescription, *, publishes: bool = False) -> Any:
-    """The recorder as an actor on the driver's node, where an SQLite file and the run's local folder are. publishes:
-    Ray's nodes take metrics."""
+    """The recorder as an actor on the driver's node, which has the SQLite file and the run's local folder. publishes:
+    whether Ray's nodes accept metrics."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -41,7 +41,7 @@ def spawn_recorder(description: RunDescription, *, publishes: bool = False) -> A
     from scaleray.training.ray_metrics import RayMetrics
 
     class PoliteRecorder(Recorder):
-        """Gives way to workers on the same cores, while they start as much as while they train."""
+        """Yields the cores to workers, both while they start and while they train."""
 
         def __init__(self, description: RunDescription) -> None:
             os.nice(19)  # the most there is: Linux gives 19 a seventh of the share of 10
@@ -50,10 +50,10 @@ def spawn_recorder(description: RunDescription, *, publishes: bool = False) -> A
                 self.publishing.publish = RayMetrics().publish
 
         def begin(self, environment: Mapping[str, str]) -> RunIdentity:
-            """Start with the driver's settings of MLflow and its stores, which a Ray that was up before does not have.
+            """Start with the driver's settings of MLflow and its stores, which a Ray that was already running does not
+            have.
 
-            They come as an argument: Ray's dashboard shows the environment of an actor.
-            """
+            They are an argument, since Ray's dashboard shows the environment of an actor."""
             os.environ.update(environment)
             gc.disable()  # an eighth of the CPU time of MLflow's import and of opening its store
             try:
@@ -64,7 +64,7 @@ def spawn_recorder(description: RunDescription, *, publishes: bool = False) -> A
                 gc.enable()
 
         def live_text(self) -> str:
-            """The state of the run as JSON, which any version of a reader takes."""
+            """The state of the run as JSON, which readers of any version accept."""
             return self.live().to_json()
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -85,7 +85,7 @@ def _settings_of_mlflow() -> dict[str, str]:
 
 
 class RemoteRecorder:
-    """The recorder actor, called like the plain object. publishes: Ray's nodes take metrics."""
+    """The recorder actor, called like the plain object. publishes: whether Ray's nodes accept metrics."""
 
     def __init__(self, description: RunDescription, *, publishes: bool = False) -> None:
         self.description, self.publishes = description, publishes
@@ -93,7 +93,7 @@ class RemoteRecorder:
 
     @property
     def published_as(self) -> tuple[str, str] | None:
-        """Name and id of the run in the metrics of Ray's nodes; None where these publish none."""
+        """Name and id of the run in the metrics of Ray's nodes; None if they publish none."""
         return (self.description.run_name, self.description.run_id) if self.publishes else None
 
     def _spawn(self, description: RunDescription) -> None:
@@ -111,7 +111,7 @@ class RemoteRecorder:
         self._spawn(dataclasses.replace(self.description, continues=before))
 
     def is_lost(self) -> bool:
-        """Whether the actor's process is gone for good, rather than busy or not to be reached for a moment."""
+        """Whether the actor's process is gone for good, rather than busy or briefly unreachable."""
         import ray
 
         try:
@@ -185,7 +185,7 @@ class RemoteRecorder:
             ray.kill(self.actor)
 
     def wait_started(self, timeout_s: float | None = None) -> bool:
-        """True once the MLflow run exists; raises what went wrong. False when it is not decided in time."""
+        """Wait for the MLflow run. Returns False on timeout; re-raises the start-up error."""
         import ray
 
         try:
@@ -199,16 +199,15 @@ class RemoteRecorder:
 
 UNUSED = ("pandas", "scipy", "pyarrow")
 
-"""Libraries that MLflow imports where they are installed, for data sets and models, and does without elsewhere."""
+"""Libraries that MLflow imports if they are installed, for data sets and models, but does not need."""
 
 
 def import_mlflow() -> None:
     """Import MLflow as if `UNUSED` were not installed, in a process that runs no user's code: 0.8 rather than 1.2 CPU
     seconds, 155 rather than 232 MiB with the store.
 
-    `mlflow.data` lacks `from_pandas` afterwards, so only the recorder, in a process of its own, calls this. Other
-    threads must not import meanwhile. A version of MLflow that needs them is imported whole by the next import.
-    """
+    `mlflow.data` lacks `from_pandas` afterwards, so only the recorder, in its own process, calls this. Other threads
+    must not import meanwhile. A version of MLflow that needs them is imported in full by the next import."""
     hidden = {name: None for name in UNUSED if name not in sys.modules}
     sys.modules.update(hidden)  # type: ignore[arg-type] # None says that there is no such module
     try:

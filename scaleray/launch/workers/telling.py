@@ -1,4 +1,4 @@
-"""Messages of a group's workers while they run, handed to the driver at once."""
+"""Messages of running workers of a group, passed to the driver immediately."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ POLL_S = 0.5
 
 @contextlib.contextmanager
 def handing_over(tell: Callable[[Any], None]) -> Iterator[Callable[[Any], None]]:
-    """A function for workers under Ray: what one calls it with reaches `tell` in this process, in a thread, and the
-    rest at the end.
+    """A function for workers under Ray: its arguments reach `tell` in this process, in a thread, and the remaining ones
+    at the end.
 
-    Raises what `tell` raised.
-    """
+    Raises errors of `tell`."""
     from ray.exceptions import RayError
     from ray.util.queue import Empty, Queue
 

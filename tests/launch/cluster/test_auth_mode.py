@@ -103,7 +103,7 @@ def test_a_ray_that_other_hosts_reach_asks_for_a_token_or_is_not_started(user, m
     with connection.connected(config):
         pass
     monkeypatch.setenv(token.MODE, "disabled")
-    with pytest.raises(UsageError, match="must ask for a token") as raised, connection.connected(config):
+    with pytest.raises(UsageError, match="must require a token") as raised, connection.connected(config):
         pass
     assert len(str(raised.value).splitlines()) == 2 and started == ["token"]
     monkeypatch.setenv(loopback.VARIABLE, "0")

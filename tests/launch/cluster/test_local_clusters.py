@@ -169,7 +169,7 @@ def test_a_port_that_is_taken_is_one_error(place):
 def test_a_folder_that_somebody_else_has_taken_is_one_error(place, monkeypatch):
     (place / "other").mkdir()
     monkeypatch.setattr(local_state, "own_folder", lambda: place / "other")
-    with pytest.raises(ClusterError, match="another user's"):
+    with pytest.raises(ClusterError, match="owned by another user"):
         scaleray.cluster_status()
 
 

@@ -106,7 +106,7 @@ def test_a_lost_recorder_is_spawned_again_and_the_workers_with_it(fit, how):
 
 
 def test_a_recorder_that_is_lost_again_and_again_ends_the_run(fit):
-    with pytest.raises(RunFailedError, match="the recorder's process was lost, again and again"):
+    with pytest.raises(RunFailedError, match="the recorder's process was lost repeatedly"):
         fit("recorder lost", "recorder lost", max_failures=1)
 
 

@@ -53,7 +53,7 @@ def test_the_newest_study_of_the_same_training_counts(tmp_path):
     write_study(tmp_path, "study-new", 120.0, at=2000)
     write_study(tmp_path, "study-of-another", 900.0, at=3000, of=config(**{"optimizer.learning_rate": 0.2}))
     assert found(tmp_path) == Prediction(120.0, "study-new")
-    assert found(tmp_path).lines() == ["  held against 120 samples/s, which study-new measured"]
+    assert found(tmp_path).lines() == ["  compared with 120 samples/s, which study-new measured"]
 
 
 @pytest.mark.parametrize("other", [{"workers": 4}, {"global_batch_size": 32}, {"strategy": "fsdp"}])

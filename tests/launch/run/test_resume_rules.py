@@ -241,7 +241,7 @@ def test_a_damaged_run_json_is_named_and_auto_says_that_it_passes_the_folder_ove
     said = []
     assert resume.find("auto", config(tmp_path), say=said.append) is None
     (told,) = said
-    assert f"{folder} is passed over: its run.json is damaged" in told
+    assert f"{folder} is skipped: its run.json is damaged" in told
 
 
 def test_a_damaged_config_in_run_json_is_named_by_its_key(tmp_path):
