@@ -88,7 +88,7 @@ def live_state(**more):
         "phases": {"forward": 0.03, "backward": 0.03, "exposed_communication": 0.015, "optimizer": 0.006},
         "ranks": ranks,
         "alerts": [ALERT, dataclasses.replace(ALERT, name="loss_spike", state="resolved", summary="over")],
-        "events": ["MLflow took no more data at step 100"],
+        "events": ["MLflow accepts no more data at step 100"],
         "waiting_points": 12,
         "attempts": 2,
     }

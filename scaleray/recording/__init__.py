@@ -1,1 +1,1 @@
-"""MLflow: where runs are recorded, and the one process that writes them."""
+"""MLflow: storage of runs, and the one process that writes them."""

@@ -1,8 +1,7 @@
-"""Every experiment of a team as MLflow knows it: runs, studies with their points, sweeps with their trials, plans.
+"""All experiments of a team in MLflow: runs, studies with their points, sweeps with their trials, plans.
 
 Read in pages of a thousand runs with MLflow's further data: tags, params, last values of metrics and datasets; no
-artifact is fetched.
-"""
+artifact is fetched."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ PAGE = 1000
 UNITS = {"h": "hours", "d": "days", "w": "weeks"}
 KIND_TAG = "scaleray.kind"
 OF_PARENT = ("model", "owner", "purpose", "hardware", "rule", "data_hash", "code", "environment", "invalid")
-"""Fields that a point or a trial has of its study or sweep."""
+"""Fields that a point or trial shares with its study or sweep."""
 METRICS = {
     "samples_per_s": (names.POINT_SAMPLES_PER_S, names.TRIAL_SAMPLES_PER_S),
     "step_time_s": (names.POINT_STEP_TIME_S,),
@@ -58,9 +57,8 @@ def read_experiments(
     """Experiments, the newest first.
 
     model: a part of the workload's name. gpus: number of workers. since: a date such as 2026-11-01, or how long ago, as
-    in 7d or 12h. kinds: run, profile, study, point, sweep, trial or plan; none are all but trials. Raises TrackingError
-    for a store that cannot be reached or holds none at all, and ConfigError.
-    """
+    in 7d or 12h. kinds: run, profile, study, point, sweep, trial or plan; none means all but trials. Raises
+    TrackingError for a store that is unreachable or empty, and ConfigError."""
     if gpus is not None and gpus < 1:
         raise ConfigError("--gpus", gpus, "it must be a number of workers, at least 1")
     since_ms = None if since is None else moment_ms(since)
@@ -68,8 +66,8 @@ def read_experiments(
     empty = TrackingError(
         "the registry",
         f"empty at {without_password(store)}",
-        "there is no run of scaleray to look at",
-        "scaleray train -c FILE makes one; another database is named with --uri",
+        "it has no run of scaleray",
+        "scaleray train -c FILE makes one; for another database use --uri",
     )
     if store.startswith("sqlite:///") and not sqlite_path(store).exists():
         raise empty  # looking must not make a database
@@ -157,7 +155,7 @@ def _experiment(run: Any) -> Experiment:
 
 
 def _of_parent(row: Experiment, rows: Mapping[str, Experiment]) -> Experiment:
-    """A point or trial with what its study or sweep says of both."""
+    """A point or trial with the fields of its study or sweep that apply to it."""
     parent = rows.get(row.parent_id or "")
     if parent is not None:
         for name in OF_PARENT:

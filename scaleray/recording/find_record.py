@@ -1,4 +1,4 @@
-"""A recorded run by what a user knows of it: its folder or bucket, its name, or its id or name in MLflow."""
+"""Find a recorded run by its folder or bucket, its name, or its id or name in MLflow."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ from scaleray.records.read import FILE, AnyRecord, parse_record
 from scaleray.records.run_record import RunRecord
 
 ARTIFACTS = {FINAL_WEIGHTS: "model", TRAINED_WEIGHTS: "trained_model"}
-"""Folder of the artifacts that has the weights of this name."""
+"""Folder of the artifacts with the weights of each name."""
 
 
 def fetch_model_files(about: Mapping[str, Any], folder: Path, name: str = FINAL_WEIGHTS) -> Path | None:
-    """Download weights of a run into `folder`, and give the one below it that has them; None where MLflow has none.
+    """Download weights of a run into `folder`, and return the subfolder that has them; None if MLflow has none.
 
-    about: what run.json says of the run. name: FINAL_WEIGHTS or TRAINED_WEIGHTS. Raises TrackingError where MLflow
-    cannot be asked.
-    """
+    about: content of the run's run.json. name: FINAL_WEIGHTS or TRAINED_WEIGHTS. Raises TrackingError if MLflow cannot
+    be queried."""
     run_id, uri = about.get("run_id"), about.get("tracking_uri")
     if not run_id or not uri:
         return None
@@ -57,11 +56,10 @@ PARENT_TAG = "mlflow.parentRunId"
 
 @dataclass(frozen=True)
 class FoundRun:
-    """A record and where it was found. steps: the text of steps.csv of a training, None without one.
+    """A record and its location. steps: the text of steps.csv of a training, None without one.
 
     place: its folder; None for a run in MLflow alone. evaluations: (step, value) by metric. alerts: the text of
-    alerts.jsonl of a training, None without one.
-    """
+    alerts.jsonl of a training, None without one."""
 
     record: AnyRecord
     where: str
@@ -80,8 +78,7 @@ def find_run(run: str, *, uri: str | None = None) -> FoundRun:
     """The run that `run` names: a folder or bucket with a record.json, that file, the name of a folder in the default
     storage path, or an id or name in MLflow.
 
-    uri: where MLflow is; None is scaleray's own. Raises TrackingError when there is none, or it has no record.
-    """
+    uri: MLflow's; None: scaleray's own. Raises TrackingError when there is none, or it has no record."""
     for place in places_of(run):
         with contextlib.suppress(OSError, ValueError):
             text, where = place.read(FILE), without_password(place.root)
@@ -97,7 +94,7 @@ def record_of(text: str | bytes, *, where: str) -> AnyRecord:
         return parse_record(text)
     except (ValueError, TypeError) as exc:  # pydantic's errors are ValueErrors
         raise TrackingError(
-            "the record", where, f"it is not one of a run, study or sweep of this version: {first_problem(exc)}"
+            "the record", where, f"it is not the record of a run, study or sweep of this version: {first_problem(exc)}"
         ) from exc
 
 
@@ -113,7 +110,7 @@ def places_of(run: str) -> list[Store]:
 
 
 def text_of(place: Store, name: str) -> str | None:
-    """Text of a file, of which readers leave damaged lines out; None if there is none."""
+    """Text of a file, whose damaged lines readers skip; None if there is none."""
     with contextlib.suppress(OSError):
         return place.read(name).decode(errors="replace")
     return None
@@ -131,7 +128,7 @@ def _in_mlflow(run: str, uri: str) -> FoundRun:
                     "the run in MLflow",
                     chosen,
                     f"it has no {FILE}; its status is {status}",
-                    "only what has ended has one",
+                    "a run has one once it has ended",
                 )
             text = Path(client.download_artifacts(chosen, FILE, folder)).read_bytes()
             steps, alerts = (
@@ -146,7 +143,7 @@ def _in_mlflow(run: str, uri: str) -> FoundRun:
 
 @contextlib.contextmanager
 def reading_mlflow(run: str, uri: str) -> Iterator[None]:
-    """A context in which whatever MLflow raises is a TrackingError that names the run."""
+    """Context in which errors of MLflow become TrackingErrors that name the run."""
     try:
         yield
     except (TrackingError, ModuleNotFoundError):  # without MLflow the command says what to install
@@ -162,7 +159,7 @@ def runs_in_mlflow(run: str, uri: str) -> tuple[Any, list[Any]]:
         "RUN",
         run,
         f"there is no folder with a {FILE} and no run of this id or name in MLflow at {without_password(uri)}",
-        "give a run's folder, or the database that it is in with --uri",
+        "give a run's folder, or its database with --uri",
     )
     if uri.startswith("sqlite:///") and not sqlite_path(uri).exists():
         raise unknown  # looking must not make a database
@@ -200,8 +197,9 @@ def _part_of_another(client: Any, run: str, child: Any) -> TrackingError:
 
 
 def _with_evaluations(found: FoundRun, uri: str | None) -> FoundRun:
-    """The run with the evaluations' history. What its record does not have, as an older one and metrics of user code,
-    is read from MLflow at `uri`, never at an address that the record names; without MLflow it is left out."""
+    """The run with the evaluations' history. Values that its record lacks, such as metrics of user code or an older
+    record's, are read from MLflow at `uri`, never from an address that the record names; without MLflow they are left
+    out."""
     record = found.record
     if not isinstance(record, RunRecord):
         return found

@@ -1,4 +1,4 @@
-"""The live state of a run as far as MLflow has it: for readers with neither its folder nor its cluster."""
+"""The live state of a run from MLflow, for readers with neither its folder nor its cluster."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ STATES: dict[str, State] = {"firing": "firing", "resolved": "resolved"}
 
 
 def find_in_mlflow(run: str, uri: str) -> tuple[str, Path | None, list[str]]:
-    """Id of the run, its folder if that is on this machine, and what is to be said of the choice. Raises TrackingError.
+    """Id of the run, its folder if that is on this machine, and a note on the choice. Raises TrackingError.
 
-    Of several with this name the only one that is running is taken, else the newest.
-    """
+    Of several runs with this name, the only running one is chosen, or else the newest."""
     with reading_mlflow(run, uri):
         _, found = runs_in_mlflow(run, uri)
         running = [one for one in found if one.info.status == "RUNNING"]
@@ -42,7 +41,7 @@ def find_in_mlflow(run: str, uri: str) -> tuple[str, Path | None, list[str]]:
 
 
 def state_in_mlflow(run_id: str, uri: str, notes: Sequence[str] = ()) -> LiveState:
-    """State of a run in MLflow now. Raises TrackingError."""
+    """Current state of a run in MLflow. Raises TrackingError."""
     with reading_mlflow(run_id, uri):
         client, found = runs_in_mlflow(run_id, uri)
         run = found[0]
@@ -90,12 +89,12 @@ def _state(run: Any, losses: Sequence[Any], uri: str, notes: Sequence[str]) -> L
         goodput=values.get(names.GOODPUT.name),
         events=[value for key, value in sorted(data.tags.items()) if key.startswith(EVENT_TAG)][-MOST_EVENTS:],
         alerts=_alerts(data.tags),
-        notes=["as MLflow has it: without ranks and phases, and some seconds old", *notes],
+        notes=["from MLflow: without ranks and phases, and some seconds old", *notes],
     )
 
 
 def _alerts(tags: Mapping[str, str]) -> list[Alert]:
-    """The newest state of each alert, as the run's tags have it: without its value and the moment at which it began."""
+    """The newest state of each alert from the run's tags, without its value and start time."""
     severities = {rule.name: rule.severity for rule in RULES}
     found = []
     for key, text in sorted(tags.items()):

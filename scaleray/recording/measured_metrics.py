@@ -1,8 +1,7 @@
-"""Metrics that a study or a sweep publishes while it runs, and the alerts that it raises.
+"""Metrics that a study or a sweep publishes while it runs, and its alerts.
 
-Its trainings publish nothing: their measurements are published when a turn or a trial has ended. Those rules are judged
-that apply to it: its end, its disk, MLflow, and, of the workers of a study, lateness and memory.
-"""
+Its trainings publish nothing: their measurements are published when a repeat or a trial has ended. Only applicable
+rules are checked: its end, its disk, MLflow, and, for the workers of a study, lateness and memory."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ from scaleray.records.run_record import EventRecord, Say
 
 
 class MeasuredMetrics(Publisher):
-    """Publishes what `measured` gives, and judges it. description: of the study or sweep as if it were a run; its page
-    in MLflow is `parent`."""
+    """Publishes the result of `measured`, and checks it. description: of the study or sweep as if it were a run;
+    `parent` is its page in MLflow."""
 
     def __init__(
         self, measured: Callable[[], Measured], *, description: RunDescription, parent: ParentRun, say: Say
@@ -40,24 +39,24 @@ class MeasuredMetrics(Publisher):
         self._alerts = RunAlerts(description, series=self.series, tell=self._tell, act=self._act)
 
     def begin(self) -> None:
-        """Begin to serve, to publish and to judge. Raises ConfigError for a port in use."""
+        """Begin serving, publishing and checking. Raises ConfigError for a port in use."""
         self.open()
         self._alerts.begin(self._parent.run_page)
 
     def hear(self, sample: RankSample) -> None:
-        """Take how a worker did in the turn that has ended."""
+        """Take a worker's sample from the repeat that has ended."""
         with self._lock:
             self._ranks.hear(sample)
 
     def leave(self, status: str) -> None:
-        """End as this, in MLflow's words, for as long as anybody looks, and serve no more."""
+        """Publish this final status, in MLflow's words, wait for a last read of the page, and stop serving."""
         if not self._status:
             self.end(status)
             self._alerts.end()
             self.close()
 
     def series(self) -> list[Series]:
-        """All series, as they are now."""
+        """All current series."""
         d, parent = self.description, self._parent
         links = {"mlflow_run": without_password(parent.run_page), "report": without_password(d.run_path or d.work_dir)}
         known = dataclasses.replace(
@@ -73,7 +72,7 @@ class MeasuredMetrics(Publisher):
             return measured_series(known, self._ranks, run_name=d.run_name, run_id=d.run_id)
 
     def own_series(self) -> list[Series]:
-        """All of them: no other process publishes any."""
+        """All series: no other process publishes any."""
         return self.series()
 
     def _tell(self, told: EventRecord | Operation) -> None:

@@ -1,4 +1,4 @@
-"""Operations on their way to MLflow: sent in order, kept for as long as it takes none, and tried again."""
+"""Operations on their way to MLflow: sent in order, stored while MLflow rejects them, and retried."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Backoff:
         return wait_s
 
     def reset(self) -> None:
-        """Forget the failures: it has answered."""
+        """Reset after an answer."""
         self._wait_s = FIRST_S
 
 
@@ -38,18 +38,17 @@ Op_contra = TypeVar("Op_contra", contravariant=True)
 
 
 class Destination(Protocol[Op_contra]):
-    """A run in MLflow. `send` raises what the server raises."""
+    """A run in MLflow. `send` raises the server's errors."""
 
     def send(self, operation: Op_contra) -> None: ...
 
 
 class Outbox(Generic[Op]):
-    """Sends operations to `store`, and keeps in memory what it does not take.
+    """Sends operations to `store`, and stores rejected ones in memory.
 
-    leaves_out_refused: what would be refused again is not kept, so that it does not hold back all that follow.
-    num_sent: number of operations that were taken. sent_at: when the last one was, on the monotonic clock. failure: why
-    the last one that was not taken was not, in words.
-    """
+    leaves_out_refused: drop operations that would be refused again, so that they do not block later ones. num_sent:
+    number of accepted operations. sent_at: time of the last one, on the monotonic clock. failure: reason of the last
+    rejection, in words."""
 
     def __init__(self, store: Destination[Op] | None = None, *, leaves_out_refused: bool = False) -> None:
         self.store = store
@@ -65,7 +64,7 @@ class Outbox(Generic[Op]):
         return len(self._kept)
 
     def send(self, operation: Op) -> None:
-        """Send, or keep; while anything is kept, later operations queue behind it."""
+        """Send, or store; while anything is stored, later operations queue behind it."""
         if self._kept and not self.send_kept():
             self._keep(operation)
         elif (problem := self._try(operation)) is not None:
@@ -74,7 +73,7 @@ class Outbox(Generic[Op]):
             self._wait_longer()
 
     def send_kept(self) -> bool:
-        """Try again, if it is time to; true when nothing is kept any more."""
+        """Retry, if it is due; returns true when nothing is stored any more."""
         if not self._kept:
             return True
         if time.monotonic() < self._retry_at:
@@ -90,11 +89,11 @@ class Outbox(Generic[Op]):
         return True
 
     def retry_now(self) -> None:
-        """Try with the next operation, whenever the next time would have been."""
+        """Retry the next operation now, even if it is not due."""
         self._retry_at = 0.0
 
     def _try(self, operation: Op) -> Exception | None:
-        """Send; gives why it must be sent again, None where it need not."""
+        """Send; returns the reason for a retry, or None if none is needed."""
         try:
             assert self.store is not None, "the run exists before anything is sent"
             self.store.send(operation)
@@ -106,7 +105,7 @@ class Outbox(Generic[Op]):
         return None
 
     def _set_aside(self, operation: Op, refusal: Exception) -> bool:
-        """Take an operation out of the queue that would be refused again; false if it is to be kept all the same."""
+        """Remove an operation that would be refused again from the queue; returns false if it must stay."""
         return self._leaves_out_refused
 
     def _wait_longer(self) -> None:
@@ -116,19 +115,19 @@ class Outbox(Generic[Op]):
         self._kept.append(operation)
 
     def _forget(self, number: int) -> None:
-        """Keep the first `number` operations no longer."""
+        """Drop the first `number` operations."""
         del self._kept[:number]
 
     def _say_away(self, problem: Exception) -> None:
-        """Say that the store takes nothing any more."""
+        """Log that the store no longer accepts anything."""
 
     def _say_back(self) -> None:
-        """Say that the store has taken everything that was kept."""
+        """Log that the store has accepted all stored operations."""
 
 
 def is_refusal_of_content(exc: Exception) -> bool:
-    """Whether a server refused what it was sent, rather than the sender or the run. A body that is not JSON, as of a
-    proxy between the two, is no answer of MLflow's."""
+    """Whether a server refused the content, rather than the sender or the run. A body that is not JSON, as from a proxy
+    in between, is not an answer of MLflow."""
     if isinstance(exc, json.JSONDecodeError):
         return False
     return getattr(exc, "error_code", "") in REFUSALS[:2] or isinstance(exc, (FileNotFoundError, ValueError, TypeError))

@@ -31,7 +31,7 @@ def cost_of(worker_s: float, *, price_per_worker_hour: float | None) -> dict[str
 
 
 def dataset(split: str, facts: Mapping[str, Any], *, workload: str) -> dict[str, Any]:
-    """A split as the arguments of `LogDataset`. facts: as its source describes itself."""
+    """A split as the arguments of `LogDataset`. facts: from its source's description."""
     return {
         "name": split,
         "digest": str(facts.get("sha256") or "unhashed")[:32],

@@ -1,4 +1,4 @@
-"""A run's metrics while it lives, from its state."""
+"""Metrics of a running run, from its state."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from scaleray.records.start import steady_time
 
 
 class PublishedMetrics(Publisher):
-    """Everything that is published of a run. state, steps, spool: the recorder's own. beats: gives the last sign of
-    life of every rank. silent: gives the ranks that are lost, whose newest samples are out of date.
-    """
+    """All published metrics of a run. state, steps, spool: the recorder's own. beats: returns the last heartbeat of
+    every rank. silent: returns the lost ranks, whose newest samples are out of date."""
 
     def __init__(
         self,
@@ -51,12 +50,12 @@ class PublishedMetrics(Publisher):
         self._links = {"report": without_password(d.run_path or d.work_dir)}
 
     def begin(self, mlflow_link: str) -> None:
-        """Begin to serve and to publish. Raises ConfigError for a port in use."""
+        """Begin serving and publishing. Raises ConfigError for a port in use."""
         self._links["mlflow_run"] = without_password(mlflow_link)
         self.open()
 
     def series(self) -> list[Series]:
-        """All series of the run and of its ranks, as they are now."""
+        """All current series of the run and its ranks."""
         silent = {str(rank) for rank in self._silent()}
         found = [*self.own_series(), *self._series.of_ranks()]
         return [one for one in found if one.labels.get("rank") not in silent]
@@ -76,7 +75,7 @@ class PublishedMetrics(Publisher):
 
 
 def free_share(folder: str) -> float | None:
-    """Free share of the disk that has a folder; None if that is not known."""
+    """Free share of the disk with a folder; None if unknown."""
     try:
         usage = shutil.disk_usage(folder)
         return usage.free / usage.total
@@ -85,7 +84,7 @@ def free_share(folder: str) -> float | None:
 
 
 def _peak_of(device: str, *, precision: str) -> float | None:
-    """Dense peak of a GPU in FLOP/s, where the catalogue knows it."""
+    """Dense peak of a GPU in FLOP/s, if it is in the catalogue."""
     try:
         return None if precision == "fp64" else find_gpu(device).peak_flops(precision)
     except UsageError:

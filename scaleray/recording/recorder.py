@@ -1,9 +1,8 @@
-"""The one process that writes a run: it takes workers' messages without making them wait, and keeps the points that
+"""The one process that writes a run: it takes workers' messages without delaying them, and stores the points that
 MLflow misses.
 
-Under Ray it is an actor next to the driver; without Ray a plain object. A thread of its own does the writing
-(`Writer`).
-"""
+Under Ray it is an actor next to the driver; without Ray a plain object. A separate thread does the writing
+(`Writer`)."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ from scaleray.records.start import steady_time
 
 
 class Recorder(SignsOfLife):
-    """Owns one MLflow run. `log` only queues; `poll` returns the messages for a display."""
+    """Owns one MLflow run. `log` only queues; `poll` returns messages for display."""
 
     def __init__(self, description: RunDescription) -> None:
         super().__init__()
@@ -126,11 +125,10 @@ class Recorder(SignsOfLife):
         self._started = threading.Event()
 
     def start(self) -> RunIdentity:
-        """Make the MLflow run and write the known facts. Raises TrackingError when MLflow cannot be used.
+        """Create the MLflow run and write the known facts. Raises TrackingError if MLflow cannot be used.
 
-        run.json comes first, with a key: a resume finds the MLflow run by it, although this process was killed before
-        it could write down the id.
-        """
+        run.json comes first, with a key by which a resume finds the MLflow run even if this process was killed before
+        it could store the id."""
         d = self.description
         before = d.continues or {}
         if d.continues is None:
@@ -164,37 +162,35 @@ class Recorder(SignsOfLife):
         return self._identity
 
     def durable(self, timeout_s: float = 60.0) -> dict[str, str]:
-        """Return when everything that has arrived is in MLflow or on the disk, with the run's identity.
+        """Wait until everything that has arrived is in MLflow or on the disk, and return the run's identity.
 
-        A checkpoint waits for this before it comes to exist: a run resumed from it must not lack the points before it.
-        Raises TrackingError when it takes too long.
-        """
-        unpublished = "the record could not be brought to the run's folder"
+        A checkpoint is completed only after this: a run resumed from it must not lack earlier points. Raises
+        TrackingError if it takes too long."""
+        unpublished = "the record could not be copied to the run's folder"
         marker = Marker(then=partial(self._look, self._publish, unpublished))
         if not self._started.wait(timeout_s) or not self._writer.wait_until_written(marker, timeout_s=timeout_s):
-            raise TrackingError("the recorder", "busy", f"it did not write what it has within {timeout_s:g} s")
+            raise TrackingError("the recorder", "busy", f"it did not write its messages within {timeout_s:g} s")
         if marker.problem:
             raise TrackingError("the steps so far", "not stored", marker.problem)
         store = self._require_store()
         return {"run_id": store.run_id, "experiment_id": store.experiment_id}
 
     def wait_started(self, timeout_s: float | None = None) -> bool:
-        """True once the MLflow run exists; `start` has returned by then, as there is no other process to wait for."""
+        """Return true: `start` creates the MLflow run before it returns, as there is no other process to wait for."""
         return self.spool.store is not None
 
     def identity(self) -> RunIdentity:
-        """The run in MLflow. Only after `start`."""
+        """The run in MLflow. Only valid after `start`."""
         store = self._require_store()
         return RunIdentity(store.run_id, store.experiment_id, run_link(store.uri, store.experiment_id, store.run_id))
 
     def log(self, messages: Sequence[WorkerMessage]) -> None:
-        """Take messages from a worker. Returns at once, whatever MLflow does."""
+        """Take messages from a worker. Returns immediately, regardless of MLflow."""
         for message in messages:
             self._writer.put(message)
 
     def poll(self, after: int) -> tuple[int, list[WorkerMessage | Heartbeat]]:
-        """Messages to show, from number `after` on, and the number to ask for next; last, what the first worker does
-        now."""
+        """Messages from number `after` on, the number of the next one, and the first worker's current activity."""
         number, messages = self._shown.after(after)
         return number, [*messages, *(replace(beat, tail=()) for beat in self.heartbeats()[:1])]
 
@@ -206,12 +202,12 @@ class Recorder(SignsOfLife):
         )
 
     def mark_killed(self) -> None:
-        """End the run as KILLED now, before the driver does so in good order, which it may not live long enough for."""
+        """End the run as KILLED now, in case the driver does not live long enough to do so in good order."""
         self.state.end("KILLED")
         self._writer.put(EndRun("KILLED", in_ms(time.time())))
 
     def close(self) -> None:
-        """Serve no metrics any more: the counterpart of an actor's end."""
+        """Stop serving metrics: the counterpart of an actor's end."""
         self.publishing.close()
 
     def log_files(self, paths: Sequence[str], folder: str | None = None) -> None:
@@ -220,7 +216,7 @@ class Recorder(SignsOfLife):
             self._writer.put(LogArtifact(str(path), folder))
 
     def drain(self) -> Recording:
-        """Write everything that has arrived so far and say what the run came to."""
+        """Write everything that has arrived so far and return the run's results."""
         self._writer.wait_until_written()
         return Recording(
             final_loss=self.steps.last_loss,
@@ -239,10 +235,9 @@ class Recorder(SignsOfLife):
     def finish(
         self, status: str, *, metrics: Mapping[str, float], tags: Mapping[str, str], files: Mapping[str, str]
     ) -> str | None:
-        """End the run in MLflow with `status`; returns the file of what could not be sent, or None.
+        """End the run in MLflow with `status`; returns the file of unsent operations, or None.
 
-        A resume that failed before its first step leaves the run and its files as they were.
-        """
+        A resume that failed before its first step leaves the run and its files unchanged."""
         went_on = self._has_new_steps or not self._is_continued or status == "FINISHED"
         if not went_on:
             status, metrics, tags, files = self._require_store().status_before or status, {}, {}, {}
@@ -293,14 +288,14 @@ class Recorder(SignsOfLife):
         return self.spool.unsent_file()
 
     def _goodput(self) -> Goodput:
-        """Use of the whole time until now. The file is written once there is a step."""
+        """Use of the whole time so far. Writes the file once there is a step."""
         if self.state.last is not None:
             self._goodput_file.save()
         with self.state.lock:
             return self._goodput_file.ledger.goodput(steady_time())
 
     def _keep_evaluation(self, record: EvaluationRecord) -> None:
-        """Keep the values for the run's record, with those from before a resume."""
+        """Store the values for the run's record, with those from before a resume."""
         for name, value in record.metrics.items():
             if name not in self._evaluations:
                 before = self._before(name) if self._is_continued else {}
@@ -308,7 +303,7 @@ class Recorder(SignsOfLife):
             self._evaluations[name][record.step] = value
 
     def _before(self, name: str) -> dict[int, float]:
-        """Values from before a resume by step: those of the former record, and MLflow's of later steps."""
+        """Values from before a resume by step: those of the previous record, and MLflow's for later steps."""
         with contextlib.suppress(OSError, ValueError, TypeError):
             former = RunRecord.from_json(Store(self.description.run_path or self.description.work_dir).read(RECORD))
             recorded = {int(step or 0): math.nan if v is None else v for step, v in former.evaluations.get(name, [])}
@@ -319,11 +314,11 @@ class Recorder(SignsOfLife):
         try:
             return self._require_store().history(acceptable_name(name))
         except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
-            self._event(f"the record lacks {name} from before the resume: MLflow did not give it ({first_line(exc)})")
+            self._event(f"the record lacks {name} from before the resume: MLflow did not return it ({first_line(exc)})")
             return []
 
     def _publish(self) -> str | None:
-        """Bring what a resumed run needs to the run's folder, with each checkpoint; gives what went wrong."""
+        """Copy the files needed to resume to the run's folder, with each checkpoint; returns the error, if any."""
         if self.steps.is_behind:
             return f"{self.steps.path} cannot be written"
         if self.spool.problem:
@@ -385,8 +380,7 @@ class Recorder(SignsOfLife):
     def _take_step(self, record: StepRecord, *, is_new: bool) -> None:
         """Take the record of a step.
 
-        is_new: steps.csv does not have it. MLflow may lack steps that steps.csv has: it may have been away.
-        """
+        is_new: whether steps.csv lacks it. MLflow may lack steps that steps.csv has, if it was unreachable."""
         if self._is_continued and not self._has_new_steps:
             self.note.try_to_write(self.spool.store)  # where it fails, the next checkpoint tries again
             self._described.note_changes()
@@ -407,7 +401,7 @@ class Recorder(SignsOfLife):
         for given, name in self.points.renamed().items():
             if given not in self._renamed:
                 self._renamed.add(given)
-                self._event(f"MLflow takes no metric called {given!r}: it is {name!r} there, and as given elsewhere")
+                self._event(f"MLflow rejects the metric name {given!r}: it is {name!r} there, and unchanged elsewhere")
         if points := self.points.take():
             self.spool.send(LogMetrics(points))
         else:
@@ -418,5 +412,5 @@ class Recorder(SignsOfLife):
 
     def _require_store(self) -> RunStore:
         if self.spool.store is None:
-            raise TrackingError("the recorder", "not started", "start() comes first")
+            raise TrackingError("the recorder", "not started", "call start() first")
         return self.spool.store

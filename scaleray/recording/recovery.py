@@ -1,9 +1,8 @@
-"""A resumed run: the points in its files and in MLflow, those that each can restore to the other, and those that are
-lost.
+"""Recovery of a resumed run's points: its files and MLflow restore missing points to each other, and lost ones are
+reported.
 
-steps.csv has every step, MLflow every point that it was given. Either may lack some: a process is killed between two
-writes, a server is away, a file is damaged.
-"""
+steps.csv has every step, and MLflow every point sent to it. Either may lack some: a process was killed between two
+writes, a server was unreachable, or a file is damaged."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ from scaleray.records.mlflow_operations import EVENT_TAG, LogMetrics, Operation
 from scaleray.records.run_description import RunDescription
 
 NEEDED = ("num_samples", "learning_rate", "step_time_s", "epoch", "world_size", "recorded_at")
-"""Columns that a row must have to make points; rows that came from MLflow, and those of older versions, lack some."""
+"""Columns that a row needs to make points; rows from MLflow and of older versions lack some."""
 EXACT = {
     names.LOSS.name: "loss", names.LEARNING_RATE.name: "learning_rate", names.GRAD_NORM.name: "grad_norm",
     names.EPOCH.name: "epoch", names.WORKERS.name: "world_size",
 }  # fmt: skip
-"""Metrics whose points are figures of one step, with their column. Rates are means over several."""
+"""Metrics whose points are values of one step, with their column. Rates are means over several."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,8 @@ class KnownRun:
 
 
 class Recovery:
-    """Works on the recorder's own files and points, in its thread. say: takes sentences on what was damaged or lost."""
+    """Works on the recorder's own files and points, in its thread. say: receives sentences about damaged or lost
+    data."""
 
     def __init__(
         self, description: RunDescription, steps: StepsFile, points: Points, spool: Spool, *, say: Callable[[str], None]
@@ -59,7 +59,8 @@ class Recovery:
         self.description, self.steps, self.points, self.spool, self._say = description, steps, points, spool, say
 
     def ask_mlflow(self) -> KnownRun:
-        """Points of this run in MLflow. Raises TrackingError if it does not return them: points would be doubled."""
+        """Points of this run in MLflow. Raises TrackingError if MLflow does not return them, since points would be
+        doubled."""
         store = self.spool.store
         assert store is not None, "the run is open"
         try:
@@ -69,12 +70,13 @@ class Recovery:
             raise TrackingError(
                 "MLflow at",
                 without_password(store.uri),
-                f"it does not say what run {store.run_id} has: {first_line(exc)}",
-                "resume when it answers",
+                f"the points of run {store.run_id} cannot be read: {first_line(exc)}",
+                "resume once it answers",
             ) from exc
 
     def send_what_mlflow_lacks(self, known: KnownRun) -> list[Operation]:
-        """Take over what the interrupted process could not send; gives what else its files have and MLflow has not."""
+        """Take over the interrupted process's unsent operations; returns the points in its other files that MLflow
+        lacks."""
         d = self.description
         self.points.known = dict(known.last_steps)
         if self.steps.damage:
@@ -97,16 +99,14 @@ class Recovery:
         return [LogMetrics(lacking)]
 
     def go_on_after(self, step: int, *, flush: Callable[[], None]) -> None:
-        """Mend steps.csv up to this step, after which training begins, for the first time or again: the steps before
-        are all that is known of them. flush: writes what has arrived, before the file is read."""
+        """Repair steps.csv up to this step, after which training begins or continues: no more will be known about
+        earlier steps. flush: writes pending rows before the file is read."""
         if self.steps.lacks(max(step, self.steps.last_step)):
             flush()
             self.mend_steps(step)
 
     def mend_steps(self, after: int) -> None:
-        """Restore missing rows of steps.csv up to the step after which training continues, as far
-        as MLflow has them.
-        """
+        """Restore missing rows of steps.csv from MLflow, up to the step after which training continues."""
         lacks = self.steps.lacks(after)
         wanted = {step for first, last in lacks for step in range(first, last + 1)}
         points, problem = self.spool.points(), ""
@@ -114,14 +114,14 @@ class Recovery:
             if wanted and self.spool.store is not None:
                 points += [point for name in EXACT for point in self.spool.store.history(name)]
         except Exception as exc:  # whatever MLflow raises, training goes on
-            problem = f"MLflow could not be asked for them ({type(exc).__name__})"
+            problem = f"MLflow could not be queried for them ({type(exc).__name__})"
         found = rows_of(points, wanted)
         if found and self.steps.kept_as is None:
             self.steps.keep_damaged()
         self.steps.mend(after, found)
         if lacks:
             told = problem or f"MLflow had {len(found) or 'none'} of them"
-            told += ", which are back without what it does not keep of a step" if found else ""
+            told += ", which are restored without the values that it does not store" if found else ""
             left = self.steps.lacks(after)
             told += f"; steps {in_words(left)} are lost" if left else ""
             self._say(f"{self.steps.path.name} lacked steps {in_words(lacks)}: {told}{self._kept_as()}")
@@ -138,7 +138,7 @@ class Recovery:
                 continue
             if content:
                 here.write(f"{name}.damaged", [content])
-                self._say(f"{name} was damaged, and is written again; the old one is kept as {name}.damaged")
+                self._say(f"{name} was damaged and has been rewritten; the old one is kept as {name}.damaged")
             here.write_text(name, text)
 
     def _kept_as(self) -> str:
@@ -146,7 +146,7 @@ class Recovery:
 
 
 def rows_of(points: Iterable[Point], steps: Collection[int]) -> dict[int, dict[str, Any]]:
-    """Rows of steps.csv by step, from points of MLflow. What MLflow does not keep of a step stays empty."""
+    """Rows of steps.csv by step, from points of MLflow. Columns that MLflow does not store stay empty."""
     rows: dict[int, dict[str, Any]] = {}
     for name, value, timestamp, step in points:
         if step in steps and name in EXACT:
@@ -160,7 +160,7 @@ def rows_of(points: Iterable[Point], steps: Collection[int]) -> dict[int, dict[s
 def points_of(
     rows: Iterable[Mapping[str, str]], logged: Collection[int], *, every_steps: int, tokens_per_sample: int | None
 ) -> list[Point]:
-    """The points that rows of steps.csv make, without those of steps in `logged`, whose loss MLflow has."""
+    """The points from rows of steps.csv, except those of steps in `logged`, whose loss MLflow has."""
     found: list[Point] = []
     points = Points(every_steps=every_steps, tokens_per_sample=tokens_per_sample)
     num_nonfinite = 0

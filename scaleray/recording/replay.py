@@ -1,4 +1,4 @@
-"""Points that MLflow missed while it was away, sent to it from a run's unsent file."""
+"""Send points that MLflow missed from a run's unsent file."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from scaleray.records.mlflow_operations import LogArtifact, LogMetrics, Operatio
 
 
 def replay(path: str | Path, *, uri: str | None = None) -> int:
-    """Send what a run could not write, from its unsent file; returns the number of operations. Removes the file.
+    """Send a run's unsent file to MLflow and remove it; returns the number of operations.
 
-    What MLflow refuses does not hold back the rest. uri: where to send it; None is the MLflow in use, if it is the one
-    that the file names. Files are sent from the folder of the unsent file, and from below it.
+    Refused operations do not block the others. uri: of MLflow; None: the one in use, if the file names it. Uploads are
+    limited to the folder of the unsent file and its subfolders.
 
-    Raises TrackingError when the server still cannot be reached; the file stays then. It is raised too where lines of
-    the file cannot be read, once the others are sent; the file is `unsent.jsonl.damaged` then.
-    """
+    Raises TrackingError if the server still cannot be reached, in which case the file stays. It is also raised if lines
+    of the file cannot be read, after the others were sent; the file is then `unsent.jsonl.damaged`."""
     path = Path(path)
     try:
         unsent = unsent_file.parse(path.read_bytes())
@@ -35,12 +34,12 @@ def replay(path: str | Path, *, uri: str | None = None) -> int:
         raise TrackingError(
             "unsent file",
             str(path),
-            "it is not one that scaleray wrote: its first line does not say which run it belongs to",
-            f"its {len(unsent.operations)} whole operations can be sent once that line is there, as in run.json",
+            "it was not written by scaleray: its first line does not name its run",
+            f"its {len(unsent.operations)} whole operations can be sent once that line is restored from run.json",
         )
     uri = named_or_in_use(head["tracking_uri"], uri)
     if uri is None:
-        allowed = "it names another MLflow than the one in use, which gets nothing unless you name it"
+        allowed = "it names another MLflow than the one in use, to which nothing is sent unless you name it"
         raise TrackingError("unsent file", str(path), allowed, "scaleray tracking replay FILE --uri URI")
     check_reachable(uri)
     try:
@@ -55,7 +54,7 @@ def replay(path: str | Path, *, uri: str | None = None) -> int:
         raise TrackingError(
             "unsent file",
             str(path),
-            f"MLflow refused {len(refused)} of its values and took the others: {'; '.join(refused[:3])}",
+            f"MLflow refused {len(refused)} of its values and accepted the others: {'; '.join(refused[:3])}",
             f"it is kept as {kept}",
         )
     num_lost = unsent.num_damaged + unsent.is_cut

@@ -1,4 +1,4 @@
-"""run.json, which has what is needed to continue a run from its folder alone."""
+"""run.json, with everything needed to continue a run from its folder alone."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ CHANGE_TAG = "scaleray.changed."
 
 
 class Described:
-    """Writes a run's description. put: takes operations. changes: what differed before, a line for each time."""
+    """Writes a run's description. put: receives operations. changes: earlier differences, one line for each resume."""
 
     def __init__(self, description: RunDescription, put: Callable[[Operation], None]) -> None:
         self.description, self._put = description, put
         self.changes: list[str] = []
 
     def write(self) -> None:
-        """Write what is known of the run before it has a step. Written twice, it is the same."""
+        """Write the facts known before the first step. Writing them again changes nothing."""
         d = self.description
         self._put(LogParams(dict(d.params)))
         for dataset in d.datasets:
@@ -34,7 +34,7 @@ class Described:
             self._put(LogArtifact(str(Path(d.work_dir) / name)))
 
     def note_changes(self) -> None:
-        """Note the changes of a resumed run, and its whole config, next to those before."""
+        """Note the changes of a resumed run, and its whole config, after earlier ones."""
         text = "; ".join(self.description.changes)[:4000]
         if not text or text in self.changes[-1:]:  # noted by a recorder before this one
             return
@@ -47,8 +47,8 @@ class Described:
 
 
 class RunNote:
-    """Writes a run's run.json. key: what the run is known by before MLflow has given it an id; None for one of before
-    there were keys. is_complete: whether the file has MLflow's id too."""
+    """Writes a run's run.json. key: identifies the run before MLflow has given it an id; None for runs of versions
+    without keys. is_complete: whether the file has MLflow's id too."""
 
     def __init__(self, description: RunDescription) -> None:
         self.description = description
@@ -57,7 +57,8 @@ class RunNote:
         self.is_complete = False
 
     def write(self, store: RunStore | None) -> None:
-        """Write it to the local folder and the run's own. store: the run in MLflow, once it exists. Raises OSError."""
+        """Write the file to the local folder and the run's own. store: the run in MLflow, once it exists. Raises
+        OSError."""
         d = self.description
         about = {
             "name": d.run_name,
@@ -75,6 +76,7 @@ class RunNote:
         self.is_complete = store is not None
 
     def try_to_write(self, store: RunStore | None) -> None:
-        """Write it, unless its place is away for the moment: without a bucket there is no checkpoint either."""
+        """Write the file, unless its location is temporarily unreachable: without a bucket there is no checkpoint
+        either."""
         with contextlib.suppress(OSError):
             self.write(store)

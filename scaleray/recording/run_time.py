@@ -1,6 +1,4 @@
-"""Use of a run's time, over all its attempts: kept in goodput.json next to steps.csv, where the
-next attempt finds it.
-"""
+"""Use of a run's time, over all its attempts: stored in goodput.json next to steps.csv for the next attempt."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ SAVE_EVERY_S = 10.0
 
 
 class GoodputFile:
-    """The ledger of a run, which the run's state fills, and its file."""
+    """The ledger of a run's time, which the run's state fills, and its file."""
 
     def __init__(self, description: RunDescription) -> None:
         self._roots = list(dict.fromkeys([description.work_dir, description.run_path or description.work_dir]))
@@ -29,12 +27,12 @@ class GoodputFile:
         self._saved_at = 0.0
 
     def save_if_due(self) -> None:
-        """Write the file if the last time is SAVE_EVERY_S ago."""
+        """Write the file if it was last written at least SAVE_EVERY_S ago."""
         if time.monotonic() - self._saved_at > SAVE_EVERY_S:
             self.save()
 
     def save(self) -> None:
-        """Write the file, unless its folder is away for the moment."""
+        """Write the file, unless its folder is temporarily unreachable."""
         self._saved_at = time.monotonic()
         for root in self._roots:
             with contextlib.suppress(OSError):

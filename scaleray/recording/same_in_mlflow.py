@@ -1,8 +1,7 @@
-"""Whether the files of a folder equal MLflow's copy: a training's record and alerts, a study with its points, a
-certificate. Each returns None if MLflow cannot be reached, or has no copy.
+"""Compare the files of a folder with MLflow's copy: a training's record and alerts, a study with its points, a
+certificate. Each function returns None if MLflow cannot be reached, or has no copy.
 
-MLflow is the reader's, never the one that the record names: a changed record can name another store.
-"""
+MLflow is the reader's, never the one that the record names: a changed record could name another store."""
 
 from __future__ import annotations
 
@@ -30,10 +29,9 @@ CERTIFICATE = "certificate.json"
 def differences_from_mlflow(
     record: RunRecord, *, alerts: Sequence[str] | None = None, uri: str | None = None
 ) -> list[str] | None:
-    """Keys in which a training's record differs from MLflow's copy, or from the last values of MLflow's metrics, alerts
-    that MLflow has and the folder lacks, and that it is marked as invalid there. alerts: names in its alerts.jsonl;
-    None: there is no such file. uri: MLflow's; None is scaleray's own.
-    """
+    """Keys in which a training's record differs from MLflow's copy or from the last values of MLflow's metrics, alerts
+    that only MLflow has, and a mark as invalid there. alerts: names in its alerts.jsonl; None: there is no such file.
+    uri: MLflow's; None: scaleray's own."""
 
     def differing(client: Any) -> list[str]:
         stored = client.get_run(record.run_id)
@@ -52,8 +50,8 @@ def differences_from_mlflow(
 
 
 def study_differences(study: StudyRecord, *, uri: str | None = None) -> list[str] | None:
-    """Keys in which a study's record differs from MLflow's copy, and what is wrong with its points there: invalid,
-    deleted, not what their seals say, or not what the record says."""
+    """Keys in which a study's record differs from MLflow's copy, and faults of its points there: invalid, deleted, or
+    different from their seals or from the record."""
 
     def differing(client: Any) -> list[str]:
         found = _withdrawn(client.get_run(study.run_id))
@@ -67,8 +65,8 @@ def study_differences(study: StudyRecord, *, uri: str | None = None) -> list[str
 
 
 def certificate_differences(run_id: str, sha256: str, *, uri: str | None = None) -> list[str] | None:
-    """Whether a certificate.json with this SHA-256 is another one than `scaleray verify` recorded, in words, and that
-    it is marked as invalid there."""
+    """Difference of a certificate.json with this SHA-256 from the one that `scaleray verify` recorded, and a mark as
+    invalid there, in words."""
 
     def differing(client: Any) -> list[str]:
         stored = client.get_run(run_id)
@@ -96,14 +94,14 @@ def _kept(client: Any, run_id: str, name: str) -> bytes:
 
 
 def _withdrawn(run: Any) -> list[str]:
-    """That a run was deleted in MLflow or is marked as invalid there, in words."""
+    """Whether a run was deleted in MLflow or marked as invalid there, in words."""
     tags = run.data.tags
     found = ["it was deleted"] if run.info.lifecycle_stage == "deleted" else []
     return found + ([f"it is invalid there: {tags[INVALID]}"] if INVALID in tags else [])
 
 
 def _other_keys(record: JsonRecord, kept: bytes) -> list[str]:
-    """Keys of either side that are not the same, both read by this version."""
+    """Keys that differ between the two sides, both read by this version."""
     mine, theirs = (dict(leaves(one.to_dict())) for one in (record, type(record).from_json(kept)))
     missing = object()
     return [key for key in sorted({*mine, *theirs}) if mine.get(key, missing) != theirs.get(key, missing)]

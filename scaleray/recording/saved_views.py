@@ -1,8 +1,7 @@
-"""Chart pages of MLflow made from code, for trainings, a study and a sweep. A saved view is a tag of the experiment, to
-which a link can point.
+"""Chart pages of MLflow made from code, for trainings, a study and a sweep. A saved view is a tag of the experiment,
+which links can address.
 
-The format is that of MLflow 3.17's own pages and is not documented: callers continue when it fails.
-"""
+The format is that of MLflow 3.17's own pages and is undocumented: callers continue if it fails."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from scaleray.records.sweep_record import SweepRecord
 
 TAG = "mlflow.sharedViewState."
 LONGEST_TAG = 5000
-"""Characters of an experiment's tag that every database of MLflow takes."""
+"""Length of an experiment's tag that every database of MLflow accepts."""
 PREFIX = "deflate;"
 TRAININGS = "scaleray-trainings"
 """Key of the view of an experiment's trainings."""
@@ -37,7 +36,7 @@ KEY_TAG = "scaleray.study"
 """Tag of a parent and its children: the parent's run id."""
 FOLDED_OF_STUDY = ("scaling", "batch", "point", "trial", "progress", "train", "perf")
 BY_WORKERS, BY_SAMPLES, BY_BATCH = ("Scaling (step = workers)", "Noise (step = samples)", "Batches (step = batch size)")
-"""Sections of charts. MLflow writes `Step` below every axis, whatever it counts there."""
+"""Sections of charts. MLflow labels every axis `Step`, whatever it counts."""
 MOST_RULES = 6
 """Largest number of lines of one chart."""
 
@@ -62,9 +61,8 @@ class Chart:
 class View:
     """A chart page.
 
-    search: MLflow's filter. sort_by: a metric, as sorting by anything but the date shows children next to their parent;
-    "" is the date. columns: those of the table, such as metrics.`point/world_size`.
-    """
+    search: MLflow's filter. sort_by: a metric, since sorting by anything but the date shows children next to their
+    parent; "" is the date. columns: those of the table, such as metrics.`point/world_size`."""
 
     name: str
     search: str
@@ -73,7 +71,7 @@ class View:
     columns: Sequence[str] = ()
     is_ascending: bool = True
     folded: Sequence[str] = ()
-    """First parts of metrics' names, whose charts MLflow adds by default: their sections are closed."""
+    """First parts of the names of metrics whose charts MLflow adds by default: their sections are closed."""
 
 
 def tag(key: str, view: View, *, created_at: float | None = None) -> tuple[str, str]:
@@ -86,14 +84,14 @@ def tag(key: str, view: View, *, created_at: float | None = None) -> tuple[str, 
 
 
 def state_of(value: str) -> dict[str, Any]:
-    """The state of the page that `tag` packed."""
+    """The state of the page in a `tag`."""
     packed = json.loads(value)["state"].removeprefix(PREFIX)
     state: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(packed)))
     return state
 
 
 def link(uri: str, experiment_id: str, key: str) -> str:
-    """Where a browser shows the view."""
+    """Address of the view for a browser."""
     query = urllib.parse.urlencode({"compareRunsMode": "CHART", "viewStateShareKey": key})
     return f"{experiment_link(uri, experiment_id)}&{query}"
 
@@ -119,7 +117,7 @@ def trainings_view(metrics: Sequence[str]) -> View:
 
 
 def save_trainings(client: Any, experiment_id: str, metrics: Iterable[str]) -> None:
-    """Save the experiment's view, adding these metrics, the most telling first, to those of earlier runs."""
+    """Save the experiment's view, adding these metrics, the most informative first, to those of earlier runs."""
     tags = client.get_experiment(experiment_id).tags
     kept = tags.get(f"{TAG}{TRAININGS}")
     columns = state_of(kept)["selectedColumns"] if kept else []
@@ -131,7 +129,7 @@ def save_trainings(client: Any, experiment_id: str, metrics: Iterable[str]) -> N
 
 
 def trainings_link(uri: str, experiment_id: str) -> str:
-    """Where a browser shows the table of the experiment's trainings, whose charts are one click away."""
+    """Address of the table of the experiment's trainings, with their charts one click away."""
     return f"{experiment_link(uri, experiment_id)}&viewStateShareKey={TRAININGS}"
 
 

@@ -1,8 +1,7 @@
-"""The SHA-256 of measurements, kept next to them: a later change of a number is found.
+"""The SHA-256 of measurements, stored next to them, which reveals a later change of a number.
 
-MLflow lets every user with access log another value of a metric, and shows the last one. A seal covers params and last
-values of metrics of one run, as they were written together; it is no signature.
-"""
+MLflow lets every user with access log another value of a metric, and shows the last one. A seal covers the params and
+last metric values of one run, as written together; it is not a signature."""
 
 from __future__ import annotations
 
@@ -16,13 +15,13 @@ from scaleray.records.chart_points import Point
 from scaleray.records.experiment import SEAL
 
 MEASURED, RELATIVE = f"{SEAL}measured", f"{SEAL}relative"
-"""Tags of a point: its measurements, and its figures relative to the base of its curve."""
+"""Tags of a point: seals of its measurements, and of its values relative to the base of its curve."""
 OF_CURVE = (names.POINT_SPEEDUP.name, names.POINT_EFFICIENCY.name)
-"""Metrics that are known when the curve is, after the point."""
+"""Metrics that are known only once the curve is, after the point."""
 
 
 def seals(points: Iterable[Point], params: Mapping[str, Any]) -> dict[str, str]:
-    """The tags for what is about to be written to one run."""
+    """The seal tags for values about to be written to one run."""
     last = last_values(points)
     found = {MEASURED: seal(last, params)} if params else {}
     relative = {name: value for name, value in last.items() if name in OF_CURVE}
@@ -37,7 +36,7 @@ def seal(metrics: Mapping[str, float], params: Mapping[str, Any]) -> str:
 
 
 def last_values(points: Iterable[Point]) -> dict[str, float]:
-    """The value of each metric that MLflow shows: that of the largest step, of several the last one."""
+    """The value of each metric that MLflow shows: the last one at the largest step."""
     found: dict[str, tuple[int, float]] = {}
     for name, value, _, step in points:
         if name not in found or step >= found[name][0]:
@@ -46,10 +45,10 @@ def last_values(points: Iterable[Point]) -> dict[str, float]:
 
 
 def problem_of(tags: Mapping[str, str], params: Mapping[str, str], metrics: Mapping[str, float]) -> str | None:
-    """Why the numbers of a run are not those that were sealed; None where they are, or were never sealed."""
+    """Difference of a run's numbers from the sealed ones; None if there is none, or they were never sealed."""
     if MEASURED in tags and tags[MEASURED] != seal(metrics, params):
         return "its params or metrics are not those that were measured"
     relative = {name: value for name, value in metrics.items() if name in OF_CURVE}
     if RELATIVE in tags and tags[RELATIVE] != seal(relative, {}):
-        return "its efficiency or speed-up is not what the study came to"
+        return "its efficiency or speed-up is not the study's result"
     return None

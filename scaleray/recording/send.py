@@ -1,4 +1,4 @@
-"""Sending to MLflow what it missed while it was away, of whatever kind the file is."""
+"""Send data that MLflow missed while it was unreachable, from any kind of file."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from scaleray.errors import TrackingError
 
 @names_what_is_missing
 def replay(file: str | Path, *, uri: str | None = None) -> int | None:
-    """Send to MLflow what a run, study or sweep could not write while the server was away.
+    """Send data of a run, study or sweep that could not be written to MLflow while the server was unreachable.
 
     file: a run folder's unsent.jsonl, or the record.json of a study or sweep. uri: tracking URI, if the server has
-    moved. Returns the number of operations that were sent, None for a record. Raises TrackingError where MLflow still
-    lacks something.
-    """
+    moved. Returns the number of operations that were sent, None for a record. Raises TrackingError if MLflow still
+    lacks something."""
     file = Path(file)
     if file.name == "record.json":
         from scaleray.recording.study_runs import send_record

@@ -1,4 +1,4 @@
-"""A run's operations on their way to MLflow: what it does not take is kept in a file too, which outlives a kill."""
+"""A run's operations on their way to MLflow: rejected ones are also stored in a file, which survives a kill."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from scaleray.records.chart_points import Point
 from scaleray.records.mlflow_operations import EndRun, LogMetrics, Operation, pieces_of, shown, to_json
 
 REFUSED = "refused.jsonl"
-"""File of what MLflow refused for its content, in the form of unsent.jsonl."""
+"""File of operations that MLflow refused for their content, in the form of unsent.jsonl."""
 
 
 class Spool(Outbox[Operation]):
-    """Outbox of a run, with a file. say: takes sentences about MLflow's absence. where: says how far the run is.
+    """Outbox of a run, with a file. say: receives sentences about MLflow's absence. where: returns the run's progress.
 
-    store: the run in MLflow, once it exists. problem: why what is kept is not in the file, which then is behind.
-    """
+    store: the run in MLflow, once it exists. problem: reason why the file lacks stored operations."""
 
     store: RunStore | None
 
@@ -39,14 +38,13 @@ class Spool(Outbox[Operation]):
         return None if self._is_on_disk else f"{self.path} cannot be written"
 
     def unsent_file(self) -> str | None:
-        """The file of what could not be sent so far, if there is any."""
+        """The file of unsent operations, if there is any."""
         return str(self.path) if self.path.exists() else None
 
     def take_over(self, folder: str | None, known: dict[str, int]) -> None:
-        """Keep what the interrupted process could not send. folder: where else its file may be.
+        """Take over the interrupted process's unsent operations. folder: another place of its file.
 
-        known: the newest step of each metric in MLflow; afterwards, with what is kept.
-        """
+        known: the newest step of each metric in MLflow; updated with the stored operations."""
         if not self.path.exists() and folder:
             with contextlib.suppress(OSError):
                 write_whole(self.path, Store(folder).read(self.path.name))
@@ -59,7 +57,7 @@ class Spool(Outbox[Operation]):
             self._say(
                 f"{self.path.name} was damaged: {unsent.num_damaged} of its lines cannot be read, "
                 f"{len(unsent.operations)} can; "
-                f"it is kept as {damaged.name}, and steps.csv gives MLflow the steps that are lost with them"
+                f"it is kept as {damaged.name}, and the lost steps are sent from steps.csv"
             )
         for operation in unsent.operations:
             if isinstance(operation, LogMetrics):  # what was sent already, but not forgotten yet, is left out
@@ -70,12 +68,12 @@ class Spool(Outbox[Operation]):
         self._write_file()
 
     def points(self) -> list[Point]:
-        """Points that are kept."""
+        """Stored points."""
         return [point for operation in self._kept if isinstance(operation, LogMetrics) for point in operation.points]
 
     def _set_aside(self, operation: Operation, refusal: Exception) -> bool:
-        """Put an operation of which MLflow refuses the content into a file of its own, with the reason; of several
-        values in one the others are sent."""
+        """Move an operation whose content MLflow refuses to a separate file, with the reason; of several values in one
+        operation, the others are sent."""
         if not is_refusal_of_content(refusal):
             return False
         if len(pieces := pieces_of(operation)) > 1:
@@ -90,12 +88,12 @@ class Spool(Outbox[Operation]):
 
     def _say_away(self, problem: Exception) -> None:
         self._say(
-            f"MLflow took no more data at {self._where()} ({type(problem).__name__}); "
-            f"keeping it in {self.path} and trying again"
+            f"MLflow accepts no more data at {self._where()} ({type(problem).__name__}); storing it in {self.path} "
+            "and retrying"
         )
 
     def _say_back(self) -> None:
-        self._say(f"MLflow is back at {self._where()}; everything kept has been sent")
+        self._say(f"MLflow is back at {self._where()}; all stored data has been sent")
 
     def _keep(self, operation: Operation) -> None:
         line = to_json(operation)  # before it is kept: what cannot be written must not spoil the file for others
@@ -115,7 +113,7 @@ class Spool(Outbox[Operation]):
             self._write_file()
 
     def _write_file(self) -> None:
-        """Make the file hold what MLflow lacks; a disk that is full takes it later."""
+        """Write all operations that MLflow lacks to the file; on a full disk, later."""
         try:
             if self._kept:
                 self._rewrite()

@@ -30,12 +30,12 @@ T = TypeVar("T")
 UI_ADDRESS = "http://127.0.0.1:5000"
 UNLIKE_MLFLOW = "something else answers there: correct --tracking.uri"
 ANSWER_S = 5.0
-"""Seconds for a server's answer to a look at why it failed."""
+"""Seconds to wait for a server's answer when looking for the reason of a failure."""
 REDIRECTS = (301, 302, 303, 307, 308)
 PAUSE_S = 1.0
-"""Seconds before a server that gave no answer is asked again."""
+"""Seconds before another request to a server that gave no answer."""
 KEY_TAG = "scaleray.key"
-"""Tag of a run: what it is known by before MLflow has given it an id."""
+"""Tag that identifies a run before MLflow has given it an id."""
 LONGEST_PARAM = 6000  # MLflow cuts longer values without a word; the whole config is an artifact
 
 
@@ -46,8 +46,8 @@ def uri_of_environment() -> str | None:
 
 def resolve_uri(uri: str | None) -> str:
     """The tracking URI to use, always absolute: the given one (an option, or a config's `tracking.uri`), that of the
-    environment, or an SQLite file in ~/scaleray. A saved one, without its password, is that of the environment if they
-    differ by the password alone. Raises TrackingError."""
+    environment, or an SQLite file in ~/scaleray. A saved one, without its password, is replaced by the environment's if
+    they differ only by the password. Raises TrackingError."""
     if uri is not None and HIDDEN in uri:
         uri = _with_its_password(uri)
     uri = uri or uri_of_environment() or _file_at_home()
@@ -59,7 +59,7 @@ def resolve_uri(uri: str | None) -> str:
             "tracking.uri",
             without_password(uri),
             "it must be sqlite:///FILE, http(s)://SERVER or a database URL",
-            "MLflow 3 does not keep runs in plain folders any more; use sqlite:///mlflow.db",
+            "MLflow 3 no longer stores runs in plain folders; use sqlite:///mlflow.db",
         )
     return uri
 
@@ -78,7 +78,7 @@ def _file_at_home() -> str:
 
 def named_or_in_use(recorded: object, uri: str | None) -> str | None:
     """Address of MLflow for a file that names one: the one that the user gave, or the one in use if it is the same;
-    None for another. A file from elsewhere must not decide which server gets credentials, or which database tables."""
+    None for another. A foreign file must not decide which server gets credentials, or which database gets tables."""
     in_use = resolve_uri(uri)
     return in_use if uri is not None or without_password(in_use) == recorded else None
 
@@ -87,12 +87,12 @@ def _with_its_password(saved: str) -> str:
     given = uri_of_environment()
     if given is None or without_password(given) != saved:
         hint = "set MLFLOW_TRACKING_URI to the address with its password"
-        raise TrackingError("tracking.uri", saved, "it is a saved one, whose password is not kept", hint)
+        raise TrackingError("tracking.uri", saved, "the saved one lacks its password", hint)
     return given
 
 
 def check_reachable(uri: str, *, timeout_s: float = 5.0) -> None:
-    """Fail early and clearly when the store cannot be used. Imports no mlflow for a file. Raises TrackingError."""
+    """Raise TrackingError early if the store cannot be used. Does not import mlflow for a file."""
     if uri.startswith("sqlite:///"):
         path = sqlite_path(uri)
         try:
@@ -112,7 +112,7 @@ def check_reachable(uri: str, *, timeout_s: float = 5.0) -> None:
 
 
 def _tried_again(make: Callable[[], T]) -> T:
-    """The result of `make`, which is called once more after an error: an answer may be lost on its way."""
+    """The result of `make`, which is retried once after an error, since an answer may be lost."""
     try:
         return make()
     except TrackingError:
@@ -123,10 +123,9 @@ def _tried_again(make: Callable[[], T]) -> T:
 
 
 def _ask(uri: str) -> None:
-    """Ask a server for its experiments through MLflow's own client, which knows certificates, passwords and proxies.
+    """Query a server's experiments through MLflow's own client, which knows certificates, passwords and proxies.
 
-    Raises TrackingError.
-    """
+    Raises TrackingError."""
     try:
         _tried_again(lambda: open_client(uri).search_experiments(max_results=1))
     except Exception as exc:  # as above: no common base class
@@ -136,14 +135,14 @@ def _ask(uri: str) -> None:
         login = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
         why, hint = f"{found}: {_reason(exc, uri)}", login if is_refused else start
         if elsewhere := _redirect(uri):
-            why, hint = f"it redirects to {elsewhere}", "correct --tracking.uri, or log in as the server asks"
+            why, hint = f"it redirects to {elsewhere}", "correct --tracking.uri, or log in as the server requires"
         # without the cause: MLflow's text may hold the password of the address
         raise TrackingError("the MLflow server", without_password(uri), why, hint) from None
 
 
 def _redirect(uri: str) -> str:
-    """Where a server redirects requests to, without what follows the path; "" if it does not. MLflow's client follows,
-    and its error is about the other server."""
+    """Target of a server's redirection, up to the path; "" if there is none. MLflow's client follows it, so its error
+    is about the other server."""
     scheme, _, address = uri.partition("://")
     place = address.rpartition("@")[2].rstrip("/")
     try:
@@ -155,7 +154,7 @@ def _redirect(uri: str) -> str:
 
 
 def _reason(exc: BaseException, uri: str) -> str:
-    """The first line of the innermost cause, without what the address says of a user."""
+    """The first line of the innermost cause, without the user part of the address."""
     while (cause := exc.__cause__ or exc.__context__) is not None:
         exc = cause
     user, at, _ = uri.partition("://")[2].rpartition("@")
@@ -164,7 +163,7 @@ def _reason(exc: BaseException, uri: str) -> str:
 
 @contextlib.contextmanager
 def _timeout(timeout_s: float) -> Iterator[None]:
-    """Context in which MLflow's client waits for an answer so long, unless the user has said how long."""
+    """Context with a timeout for MLflow's client, unless the user has set one."""
     name = "MLFLOW_HTTP_REQUEST_TIMEOUT"
     before = os.environ.get(name)
     os.environ.setdefault(name, f"{math.ceil(timeout_s)}")
@@ -181,17 +180,17 @@ def sqlite_path(uri: str) -> Path:
 
 
 def delete_run(uri: str, run_id: str) -> None:
-    """Delete a run, as MLflow's own page does: it can be restored there."""
+    """Delete a run as on MLflow's own page, where it can be restored."""
     open_client(uri).delete_run(run_id)
 
 
 def run_link(uri: str, experiment_id: str, run_id: str) -> str:
-    """Where a browser shows the run. For a database, the address of `scaleray tracking ui`."""
+    """Address of the run's page. For a database, the address of `scaleray tracking ui`."""
     return f"{_ui(uri)}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
 
 
 def experiment_link(uri: str, experiment_id: str) -> str:
-    """Where a browser shows the experiment's runs; without the parameter MLflow opens an empty GenAI page."""
+    """Address of the experiment's runs; without the parameter MLflow opens an empty GenAI page."""
     return f"{_ui(uri)}/#/experiments/{experiment_id}/runs?workflowType=machine_learning"
 
 
@@ -200,14 +199,14 @@ def _ui(uri: str) -> str:
 
 
 class RunStore:
-    """One MLflow run, opened or made. Every write is one `Operation`; errors of the server come through unchanged."""
+    """One MLflow run, opened or created. Every write is one `Operation`; errors of the server are raised unchanged."""
 
     def __init__(self, uri: str, run_id: str, experiment_id: str) -> None:
         self.uri, self.run_id, self.experiment_id = uri, run_id, experiment_id
         self.status_before: str | None = None
-        """Status that a reopened run had before."""
+        """Status of a reopened run before it was reopened."""
         self.is_new = False
-        """Whether the run is new, so that nothing can have been written to it."""
+        """Whether the run is new, and so has no data yet."""
         self.client = open_client(uri)
 
     @classmethod
@@ -221,12 +220,11 @@ class RunStore:
         started_at: float | None = None,
         key: str | None = None,
     ) -> Self:
-        """A new run, RUNNING, since `started_at` (wall clock in s; None is now). Makes the database and the experiment
-        when they do not exist. Raises TrackingError.
+        """A new run, RUNNING, since `started_at` (wall clock in s; None is now). Creates the database and the
+        experiment if they do not exist. Raises TrackingError.
 
-        key: names this run for ever: with the same key there is one run, even if a process was killed in between or an
-        answer of the server was lost. None is a new one.
-        """
+        key: permanent name of this run: only one run has it, even if a process was killed in between or an answer of
+        the server was lost. None: a new one."""
         key = key or secrets.token_hex(8)
 
         def made() -> tuple[Any, bool, str]:
@@ -265,11 +263,11 @@ class RunStore:
                 else "check --tracking.uri and the server's log"
             )
             raise TrackingError(
-                "MLflow at", without_password(uri), f"the run could not be made: {first}", hint
+                "MLflow at", without_password(uri), f"the run could not be created: {first}", hint
             ) from exc
         if not run.info.run_id:  # it answers 200 to everything
             raise TrackingError(
-                "MLflow at", without_password(uri), "it made a run without an id", "correct --tracking.uri"
+                "MLflow at", without_password(uri), "it created a run without an id", "correct --tracking.uri"
             )
         store = cls(uri, run.info.run_id, experiment_id)
         store.is_new = is_new
@@ -277,7 +275,7 @@ class RunStore:
 
     @classmethod
     def reopen(cls, uri: str, run_id: str, experiment_id: str) -> Self:
-        """A run that was interrupted, RUNNING again. Raises TrackingError when it cannot be continued."""
+        """An interrupted run, set to RUNNING again. Raises TrackingError if it cannot be continued."""
         try:
             store = cls(uri, run_id, experiment_id)
             info = store.client.get_run(run_id).info
@@ -331,23 +329,25 @@ class RunStore:
             self.client.set_terminated(self.run_id, operation.status, operation.end_time)
 
     def _upload(self, operation: LogArtifact) -> None:
-        """Send a file, and look that a server which takes it on behalf of its storage has it: an empty answer is no
-        error there. Raises TrackingError."""
+        """Send a file, and check that a server which stores it itself has it, since it does not treat an empty answer
+        as an error. Raises TrackingError."""
         self.client.log_artifact(self.run_id, operation.path, operation.folder)
         if self.uri.startswith("http") and self.client.get_run(self.run_id).info.artifact_uri.startswith("mlflow-"):
             names = {Path(file.path).name for file in self.client.list_artifacts(self.run_id, operation.folder)}
             if (name := Path(operation.path).name) not in names:
-                raise TrackingError("the file", name, "MLflow took it and does not have it", "look at the server's log")
+                raise TrackingError(
+                    "the file", name, "MLflow accepted it but does not have it", "check the server's log"
+                )
 
     def remove_twins(self, key: str) -> None:
-        """Delete other runs with this key: a request that MLflow's client gave up and repeated may have made one
-        late."""
+        """Delete other runs with this key: a request that MLflow's client gave up and repeated may have created one
+        later."""
         for run in _with_key(self.client, self.experiment_id, key):
             if run.info.run_id != self.run_id:
                 self.client.delete_run(run.info.run_id)
 
     def is_described(self) -> bool:
-        """Whether the run's params are there, which are the first thing that is written."""
+        """Whether the run has params, which are written first."""
         return bool(self.client.get_run(self.run_id).data.params)
 
     def history(self, metric: str) -> list[tuple[str, float, int, int]]:
@@ -368,8 +368,8 @@ class RunStore:
 
 
 def _made_once(client: Any, experiment_id: str, key: str, make: Callable[[], Any]) -> tuple[Any, bool]:
-    """The one run with this key, and whether it is new rather than that of an earlier try. Of several, as a lost answer
-    leaves them, the fullest stays."""
+    """The one run with this key, and whether it is new rather than from an earlier try. Of several, which a lost answer
+    can leave, the fullest stays."""
     found = _with_key(client, experiment_id, key)
     is_new = not found
     if is_new:
@@ -398,8 +398,7 @@ def mark_left_running(
 ) -> bool:
     """Mark the run with this key as ended if MLflow has it as RUNNING. Returns whether it did. Raises MLflow's errors.
 
-    experiment: its name, where experiment_id is not known.
-    """
+    experiment: its name, if experiment_id is unknown."""
     client = open_client(uri)
     if experiment_id is None:
         found = client.get_experiment_by_name(experiment)
@@ -413,7 +412,7 @@ def mark_left_running(
 
 
 def open_client(uri: str) -> Any:
-    """MLflow's client, for a database that exists or a server."""
+    """MLflow's client, for an existing database or a server."""
     # a server that is away must cost seconds, not the minutes of MLflow's default retries
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
@@ -429,11 +428,10 @@ def open_client(uri: str) -> Any:
 
 
 def _refuse_empty_answers() -> None:
-    """Make an answer of MLflow's API without a body an error, as of a proxy whose server is away. MLflow's client takes
-    it for `{}`, which says that all is written.
+    """Treat an empty answer of MLflow's API as an error: a proxy sends it if its server is away, and MLflow's client
+    reads it as `{}`, that is, success.
 
-    Source: `mlflow.utils.rest_utils.verify_rest_response` of MLflow 3.17, which it does for another service's sake.
-    """
+    Source: `mlflow.utils.rest_utils.verify_rest_response` of MLflow 3.17, which it does for another service's sake."""
     if not EMPTY_ANSWERS.is_used():
         return
     from mlflow.utils import rest_utils
@@ -454,8 +452,8 @@ def _refuse_empty_answers() -> None:
 
 @contextlib.contextmanager
 def _first_use_lock(uri: str) -> Iterator[None]:
-    """Lock for the first use of an SQLite file: two processes that migrate one new file at once break it for good, so
-    one goes first."""
+    """Lock for the first use of an SQLite file: two processes that migrate one new file at once corrupt it, so one goes
+    first."""
     if not uri.startswith("sqlite:///"):
         yield
         return

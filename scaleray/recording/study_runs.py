@@ -1,8 +1,7 @@
 """The MLflow run of a study or a sweep, with a child for each point or trial. Used by the driver alone.
 
-Writing runs in a thread (`Writer`), so that a sweep never waits for MLflow; points that the server does not take wait
-in memory. The record on disk holds everything that is written here: `send_record` brings it to MLflow later.
-"""
+A thread (`Writer`) does the writing, so a sweep never waits for MLflow; points that the server rejects wait in memory.
+The record on disk holds everything that is written here: `send_record` can send it later."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ from scaleray.records.text.headlines import study_headline, sweep_headline
 from scaleray.records.text.study_sweep_tables import escaped, study_tables, sweep_table
 
 LONGEST_TAG, LONGEST_NOTE = 5000, 8000
-"""Characters that MLflow takes of a tag, and shows of a description."""
+"""Longest tag that MLflow accepts, and longest description that it shows, in characters."""
 
 
 def description(record: StudyRecord | SweepRecord) -> str:
@@ -77,7 +76,7 @@ def description(record: StudyRecord | SweepRecord) -> str:
 
 
 def closing_tags(record: StudyRecord | SweepRecord) -> dict[str, str]:
-    """Tags of a run whose study or sweep has ended: description, verdict, and how to repeat it."""
+    """Tags of the run of a finished study or sweep: description, verdict, and how to repeat it."""
     verdicts = [c.verdict for c in record.curves if c.verdict] if isinstance(record, StudyRecord) else record.words
     return {
         "mlflow.note.content": description(record)[:LONGEST_NOTE],
@@ -91,13 +90,13 @@ def closing_tags(record: StudyRecord | SweepRecord) -> dict[str, str]:
 Kind = Literal["scaling-study", "sweep"]
 CHILD_KIND = {"scaling-study": "scaling-point", "sweep": "trial"}
 LONGEST_WAIT_S = 300.0
-"""Seconds for the thread to write what it has, at the end."""
+"""Longest time for the thread to finish writing at the end."""
 Record = TypeVar("Record", StudyRecord, SweepRecord)
 
 
 def key_of(name: str, started_at: float) -> str:
-    """The key of a run in MLflow: one that was killed before it could write down the run's id is continued under the
-    same name and start."""
+    """The key of a run in MLflow: a run killed before it could store its id is continued under the same name and
+    start."""
     return hashlib.sha256(f"{name} {started_at}".encode()).hexdigest()[:16]
 
 
@@ -127,12 +126,11 @@ class ParentRun:
         continue_run_id: str | None = None,
         started_at: float | None = None,
     ) -> ParentRun:
-        """A new run, or the one of an interrupted study, whose points and trials are then not written again.
+        """A new run, or that of an interrupted study, whose points and trials are then not written again.
 
-        tracking_uri: None is scaleray's own database. config: nested; it becomes params with dotted names.
-        datasets: arguments of `LogDataset`, one for each split.
-        Raises TrackingError when MLflow cannot be used; later nothing does.
-        """
+        tracking_uri: None is scaleray's own database. config: nested; it becomes params with dotted names. datasets:
+        arguments of `LogDataset`, one for each split. Raises TrackingError if MLflow cannot be used; later calls never
+        do."""
         uri = resolve_uri(tracking_uri)
         check_reachable(uri)
         own = {"scaleray.kind": kind, "mlflow.source.name": "scaleray", **(tags or {})}
@@ -173,26 +171,26 @@ class ParentRun:
 
     @property
     def link(self) -> str:
-        """Address of the charts of this study or sweep, which exist while it runs too."""
+        """Address of this study's or sweep's charts, which also exist while it runs."""
         return saved_views.link(self._store.uri, self.experiment_id, self._view_key)
 
     @property
     def run_page(self) -> str:
-        """Where a browser shows the run with its description and files."""
+        """Address of the run's page, with its description and files."""
         return run_link(self._store.uri, self.experiment_id, self.run_id)
 
     @property
     def num_waiting(self) -> int:
-        """Number of writes that MLflow has not taken."""
+        """Number of writes that MLflow has not accepted."""
         return self._outbox.num_kept
 
     def log(self, operation: StudyOperation) -> None:
-        """Write something of the parent run or of a child. Returns at once."""
+        """Write an operation on the parent run or a child. Returns immediately."""
         self._num_asked += 1
         self._writer.put(operation)
 
     def log_point(self, point: Point) -> None:
-        """Write a measured point as a child. Returns at once. A point that is there already is left as it is."""
+        """Write a measured point as a child. Returns immediately. An existing point is left unchanged."""
         with self._whatever_fails():
             key = point_name(point)
             self._write_child(
@@ -206,7 +204,7 @@ class ParentRun:
             )
 
     def log_trial(self, trial: Trial) -> None:
-        """Write a trial that has ended as a child. Returns at once. A trial that is there already is left as it is."""
+        """Write a finished trial as a child. Returns immediately. An existing trial is left unchanged."""
         with self._whatever_fails():
             ended = time.time() if trial.ended_at is None else trial.ended_at
             self._write_child(
@@ -221,10 +219,10 @@ class ParentRun:
             )
 
     def identify(self, record: Record, *, timeout_s: float = LONGEST_WAIT_S) -> Record:
-        """The record with where it is in MLflow, for its file: link and run ids, "" for what MLflow has not taken.
+        """The record with its location in MLflow, for its file: link and run ids, "" for parts that MLflow has not
+        accepted.
 
-        Waits until everything logged is written, or MLflow refuses. Never raises.
-        """
+        Waits until everything logged is written, or MLflow refuses. Never raises."""
         self._try_all(timeout_s)
         known = dict(self._store.children)
         found = dataclasses.replace(
@@ -257,12 +255,11 @@ class ParentRun:
         ended_at: float | None = None,
         timeout_s: float = LONGEST_WAIT_S,
     ) -> str | None:
-        """End the run with its curves, tables, chart page and files; returns what MLflow lacks in words, None for
-        nothing.
+        """End the run with its curves, tables, chart page and files; returns in words the parts that MLflow lacks, or
+        None.
 
         record: None for a study that failed before it had one. status: `FINISHED`, `FAILED` or `KILLED`. files: local
-        files, or folders that are kept as such. ended_at: wall clock in s; None is now. Never raises.
-        """
+        files, or folders uploaded as such. ended_at: wall clock in s; None: now. Never raises."""
         if record is not None:
             with self._whatever_fails():
                 self._write_conclusions(record)
@@ -319,7 +316,7 @@ class ParentRun:
 
     @contextlib.contextmanager
     def _whatever_fails(self) -> Iterator[None]:
-        """Context for what only looks at a study: its failure counts as a write that MLflow has not got."""
+        """Context for code that only observes a study: its failure counts as a write that MLflow lacks."""
         try:
             yield
         except Exception as exc:
@@ -335,25 +332,26 @@ class ParentRun:
         self._outbox.send_kept()
 
     def _try_all(self, timeout_s: float) -> None:
-        """Return when nothing waits any more, or a last try of what waits has failed."""
+        """Return once nothing waits any more, or a last try of the waiting operations has failed."""
         self._outbox.retry_now()
         self._writer.wait_until_written(timeout_s=timeout_s)
 
 
 def send_record(path: str | Path, *, uri: str | None = None) -> str | None:
-    """Bring a study's or sweep's record.json to the MLflow run that it names; what is there already is left as it is.
+    """Send a study's or sweep's record.json to the MLflow run that it names; existing parts are left unchanged.
 
-    uri: where to send it; None is the MLflow in use, if it is the one that the record names.
-    Returns what MLflow still lacks in words. Raises TrackingError when the run cannot be opened.
-    """
+    uri: of MLflow; None: the one in use, if the record names it. Returns in words the parts that MLflow still lacks.
+    Raises TrackingError if the run cannot be opened."""
     try:
         record = record_of(Path(path).read_bytes(), where=str(path))
     except OSError as exc:
         raise TrackingError("the record", str(path), f"it cannot be read: {exc.strerror}") from exc
     if isinstance(record, RunRecord):
-        raise TrackingError("the record", str(path), "it is one of a training, whose unsent.jsonl is what can be sent")
+        raise TrackingError(
+            "the record", str(path), "it is the record of a training, whose unsent.jsonl can be sent instead"
+        )
     if (store := named_or_in_use(record.tracking_uri, uri)) is None:
-        allowed = "it names another MLflow than the one in use, which gets nothing unless you name it"
+        allowed = "it names another MLflow than the one in use, to which nothing is sent unless you name it"
         raise TrackingError("the record", str(path), allowed, "scaleray tracking replay FILE --uri URI")
     is_study = isinstance(record, StudyRecord)
     run = ParentRun.open(

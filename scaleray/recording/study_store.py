@@ -1,4 +1,4 @@
-"""The MLflow run of a study or a sweep, with a child for each point or trial, and what is written to it."""
+"""The MLflow run of a study or a sweep, with a child for each point or trial, and the writes to it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from scaleray.records.mlflow_operations import (
 )
 
 CHILD_TAG = "scaleray.child"
-"""Tag of a child: which point or trial of its parent it is."""
+"""Tag of a child that identifies its parent's point or trial."""
 
 
 class ChangedPoint(ValueError):
-    """A point that was measured is to be written with other numbers. MLflow would show the later ones."""
+    """A measured point would be overwritten with other numbers, and MLflow would show the later ones."""
 
 
 class StudyStore(RunStore):
@@ -39,12 +39,12 @@ class StudyStore(RunStore):
         self._seals: dict[str, str] = {}
 
     def send(self, operation: StudyOperation) -> None:
-        """Write one operation. What is there already is left as it is."""
+        """Write one operation. Existing data is left unchanged."""
         if isinstance(operation, LogChild):
             if operation.key not in self.children:
                 self._write_child(operation)
             elif self._seals.get(operation.key) not in (None, _seals_of(operation)[MEASURED]):
-                raise ChangedPoint(f"{operation.name} was measured with other numbers, which stay as they are")
+                raise ChangedPoint(f"{operation.name} was measured with other numbers, which are kept")
         elif isinstance(operation, LogToChildren):
             for key, points in operation.points.items():
                 if run_id := self.children.get(key):
@@ -62,8 +62,7 @@ class StudyStore(RunStore):
             super().send(operation.after(self._known) if isinstance(operation, LogMetrics) else operation)
 
     def _write_child(self, child: LogChild) -> None:
-        """Write a child as a run, one batch and its end: three writes, whatever the number of evaluations up to
-        1000."""
+        """Write a child as a run, one batch and its end: three writes for up to 1000 evaluations."""
         key = child.key
         run_id = self._begun.get(key)  # made by a try that failed afterwards
         if run_id is None:
@@ -91,7 +90,7 @@ class StudyStore(RunStore):
         self._known = self.last_steps()
 
     def _find_children(self, key: str | None = None) -> Iterator[Any]:
-        """Children in MLflow, all or those of one name."""
+        """Children in MLflow: all, or those with one name."""
         query = f"tags.`mlflow.parentRunId` = '{self.run_id}'" + (f" and tags.`{CHILD_TAG}` = '{key}'" if key else "")
         token = None
         while True:

@@ -1,8 +1,8 @@
 """Points, trials and the curves over them in MLflow: names, steps, params and tags.
 
 Curves are on the parent, with the number of workers or the batch size as step, so that MLflow's own charts draw them;
-single values are on the children under names of their own, as they would else be stray dots at step 0 of the curves.
-"""
+single values are on the children under separate names, since they would otherwise be stray dots at step 0 of the
+curves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST_CURVE_POINTS = 200
 
 
 def as_points(values: Iterable[Value]) -> list[chart_points.Point]:
-    """The values as MLflow takes them."""
+    """The values in MLflow's form."""
     return [(name, value, chart_points.in_ms(at), step) for name, value, step, at in values]
 
 
@@ -71,7 +71,7 @@ def trial_params(trial: Trial) -> dict[str, Any]:
 
 
 def point_values(point: Point) -> list[Value]:
-    """A point's single values at step 0, and its training to the target and noise with the number of samples as
+    """A point's single values at step 0, and its training to the target and its noise with the number of samples as
     step."""
     at = point.measured_at
     hours = None if point.reused_from else point.workers * point_duration_s(point) / 3600
@@ -87,7 +87,7 @@ def point_values(point: Point) -> list[Value]:
 
 
 def point_duration_s(point: Point) -> float:
-    """Seconds that measuring a point took, as far as they are known: those of its turns."""
+    """Seconds that measuring a point took, as far as known: those of its repeats."""
     return sum(map(sum, point.turns))
 
 
@@ -108,12 +108,12 @@ def trial_values(trial: Trial, *, ended_at: float) -> list[Value]:
 
 
 def trial_duration_s(trial: Trial) -> float:
-    """Seconds from a trial's first worker to its end; those of its steps alone where no more is known."""
+    """Seconds from a trial's first worker to its end; only those of its steps if no more is known."""
     return trial.total_time_s or trial.training_time_s
 
 
 def relative_values(at: CurvePoint) -> list[Value]:
-    """Figures of a point relative to the base of its curve."""
+    """Values of a point relative to the base of its curve."""
     return _singles(at.relative_rows(), at.point.measured_at)
 
 
@@ -122,16 +122,14 @@ def curve_values(
 ) -> list[Value]:
     """Evaluations with samples as steps, at most MOST_CURVE_POINTS of them, the first and the last among these.
 
-    recorded_at: when each was; where that is not known, as in older records, it is `began_at` and the seconds of
-    training.
-    """
+    recorded_at: time of each; if unknown, as in older records, it is `began_at` plus the seconds of training."""
     times = recorded_at if len(recorded_at) == len(curve) else [began_at + seconds for _, seconds, _ in curve]
     name, few = safe_name(metric), thinned(list(zip(curve, times, strict=True)), MOST_CURVE_POINTS)
     return [(name, float(value), samples, at) for (samples, _, value), at in few if math.isfinite(value)]
 
 
 def record_values(record: StudyRecord | SweepRecord) -> list[Value]:
-    """The curves of the parent. What several points or trials decide carries the end of the last one."""
+    """The curves of the parent. Values decided by several points or trials have the last one's end time."""
     cost = [(name, value, 0, end_of(record)) for name, value in _cost(record).items()]
     if isinstance(record, StudyRecord):
         return [*_finite(_study_values(record)), *cost]
@@ -139,7 +137,7 @@ def record_values(record: StudyRecord | SweepRecord) -> list[Value]:
 
 
 def _cost(record: StudyRecord | SweepRecord) -> dict[str, float]:
-    """Cost of a study or sweep: a study holds all its workers from beginning to end."""
+    """Cost of a study or sweep: a study occupies all its workers from beginning to end."""
     if isinstance(record, StudyRecord):
         workers = max((at.point.workers for curve in record.curves for at in curve.points), default=0)
         return cost_of(workers * record.duration_s, price_per_worker_hour=record.price_per_worker_hour)
@@ -149,19 +147,18 @@ def _cost(record: StudyRecord | SweepRecord) -> dict[str, float]:
 
 
 def end_of(record: StudyRecord | SweepRecord) -> float:
-    """Wall clock of a record's end, in seconds since 1970; a sweep that was continued took longer than its last
-    part."""
+    """Wall clock of a record's end, in seconds since 1970; a continued sweep took longer than its last part."""
     trials = record.trials if isinstance(record, SweepRecord) else []
     return max([record.started_at + record.duration_s, *(t.ended_at for t in trials if t.ended_at is not None)])
 
 
 def safe_name(text: str) -> str:
-    """The text with what MLflow takes in a name of a metric or param."""
+    """The text with only the characters that MLflow accepts in a name of a metric or param."""
     return re.sub(r"[^\w\-./: ]", "_", text).lstrip("/.")[:250] or "_"
 
 
 def thinned(curve: Sequence[Any], most: int) -> list[Any]:
-    """At most `most` items, evenly spread, with the first and the last. most: at least 2."""
+    """At most `most` items, evenly spread, including the first and the last. most: at least 2."""
     if len(curve) <= most:
         return list(curve)
     return [curve[round(n * (len(curve) - 1) / (most - 1))] for n in range(most)]

@@ -1,4 +1,4 @@
-"""MLflow's pages for a database that no server serves."""
+"""MLflow's pages for a database without a server."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ def tracking_ui(*, uri: str | None = None, port: int = 5000) -> int:
     """Serve MLflow's pages for runs in a database file, on 127.0.0.1 only, until it is interrupted by Ctrl-C, SIGTERM
     or a closed terminal; returns the exit code.
 
-    uri: tracking URI; None is the one that trainings use. port: 0 takes one that is free. Raises
-    TrackingError when the port is taken or the URI is a server already.
-    """
+    uri: tracking URI; None: the one that trainings use. port: 0 chooses a free one. Raises TrackingError if the port is
+    taken or the URI is a server."""
     uri = store.resolve_uri(uri)
     shown = store.without_password(uri)
     if uri.startswith("http"):
-        raise TrackingError("tracking.uri", shown, "it is a server already", f"open {shown} in a browser")
+        raise TrackingError("tracking.uri", shown, "it is already a server", f"open {shown} in a browser")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

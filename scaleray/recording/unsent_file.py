@@ -1,4 +1,4 @@
-"""unsent.jsonl: where the run is on its first line, then one operation a line that MLflow has not taken."""
+"""unsent.jsonl: the run's location on the first line, then one unsent operation per line."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from scaleray.records.mlflow_operations import Operation, from_json
 
 @dataclass(frozen=True)
 class Unsent:
-    """Content of an unsent file. head: None when it cannot be read. num_damaged: lines, the head among them, that hold
-    nothing that can be sent. is_cut: the last line has no end, as after a kill; it is not among the damaged ones.
-    """
+    """Content of an unsent file. head: None when it cannot be read. num_damaged: lines, including the head, that cannot
+    be sent. is_cut: whether the last line has no end, as after a kill; it does not count as damaged."""
 
     head: dict[str, str] | None
     operations: list[Operation]
@@ -23,7 +22,7 @@ class Unsent:
 
 
 def parse(content: bytes) -> Unsent:
-    """Read whatever can be read of a file."""
+    """Read all readable lines of a file."""
     *lines, rest = content.split(b"\n")
     values = [_value(line) for line in lines if line.strip()]
     cut = from_json(_value(rest))

@@ -1,4 +1,4 @@
-"""The thread that writes a run: it takes its queue in order, and no producer waits for it."""
+"""The thread that writes a run: it processes its queue in order, and no producer waits for it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from scaleray.recording.outbox import Outbox
 
 FLUSH_S = 1.0
 STALLED_S = 1800.0
-"""Seconds for one write to MLflow, which may be the upload of a large model; every other request has a time limit of
-its own."""
+"""Seconds for one write to MLflow, which may be the upload of a large model; every other request has its own time
+limit."""
 
 Item = TypeVar("Item")
 
 
 @dataclass
 class Marker:
-    """Passes the queue: everything before it is written then.
+    """Marks a position in the queue: when it is reached, everything before it is written.
 
-    then: called at that time, unless writing failed. problem: what went wrong with either.
-    """
+    then: called at that time, unless writing failed. problem: the error of either."""
 
     then: Callable[[], str | None] | None = None
     problem: str | None = None
@@ -38,8 +37,7 @@ class Writer(Generic[Item]):
     """Passes items to `take` one at a time, through `guard`, and calls `flush` at least every FLUSH_S seconds, which
     may not raise.
 
-    flush: writes the items gathered by `take`; returns the error, if any. outbox: outbox that both send through.
-    """
+    flush: writes the items gathered by `take`; returns the error, if any. outbox: used by both."""
 
     def __init__(
         self,
@@ -57,15 +55,15 @@ class Writer(Generic[Item]):
         self._thread = threading.Thread(target=self._write_all, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin with what has been put so far."""
+        """Begin with the items queued so far."""
         self._thread.start()
 
     def put(self, item: Item) -> None:
-        """Take it after all before it. Returns at once."""
+        """Queue an item. Returns immediately."""
         self._queue.put(item)
 
     def wait_until_written(self, marker: Marker | None = None, *, timeout_s: float | None = None) -> bool:
-        """Whether everything that has arrived is written, or kept. timeout_s: None waits for as long as anything is."""
+        """Whether everything that has arrived is written or stored. timeout_s: None waits without limit."""
         marker = marker or Marker()
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._queue.put(marker)
@@ -77,12 +75,12 @@ class Writer(Generic[Item]):
         return True
 
     def close(self) -> None:
-        """End the thread after what has been put so far; waits a moment for it."""
+        """End the thread after the items queued so far; waits briefly for it."""
         self._queue.put(None)
         self._thread.join(timeout=FLUSH_S)
 
     def abandon(self) -> None:
-        """End the thread after what it is at; what still waits is left out."""
+        """End the thread after its current item; waiting ones are dropped."""
         self._is_abandoned = True
         self._queue.put(None)
 

@@ -79,7 +79,7 @@ class Outcome:
     accumulation: int
     verdict: str
     words: str = ""
-    """Scope of the verdict, if it is limited; for a refusal its reason."""
+    """Limits of the verdict's scope, if any; for a refusal, its reason."""
     comparison: Comparison = field(default_factory=Comparison)
     own: Comparison | None = None
     """Comparison in the run's own precision, over steps that all start from the initial parameters; the limit is what

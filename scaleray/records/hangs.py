@@ -18,9 +18,8 @@ HANGS = "hangs"
 CALLS_KEPT, CALLS_OF_A_GROUP = 500, 20
 """Number of calls of collectives in a dump, the newest overall and of each group."""
 LINES_KEPT = 4
-"""Number of innermost lines of the user's code shown for a call or a thread: the caller of a helper that wraps a
-collective is more informative than the helper.
-"""
+"""Number of innermost lines of the user's code shown for a call or a thread: the caller of a helper around a collective
+is more informative than the helper."""
 
 
 def dump_name(rank: int) -> str:

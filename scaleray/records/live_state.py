@@ -14,8 +14,8 @@ from scaleray.records.json_record import JsonRecord
 
 FILE = "live.json"
 STARTING, RUNNING, LOST = "STARTING", "RUNNING", "LOST"
-"""Statuses of a run that has not ended; MLflow's statuses (FINISHED, FAILED, KILLED) are for ended runs. LOST: no sign
-of life for LOST_S, and no report of its end."""
+"""Statuses of a run that has not ended; MLflow's statuses (FINISHED, FAILED, KILLED) are for ended runs. LOST: no
+heartbeat for LOST_S, and no report of its end."""
 LOST_S = 30.0
 
 
@@ -46,7 +46,7 @@ class RankNow:
     since_s: float
     """Seconds in the current phase."""
     silent_s: float
-    """Seconds since its last sign of life."""
+    """Seconds since its last heartbeat."""
     step_time_s: float | None = None
     late_s: float | None = None
     """Lateness at collectives, per step: the longest wait of any rank minus its own wait. None with one rank, and if no
@@ -123,7 +123,7 @@ class LiveState(JsonRecord):
     total: float | None = None
     unit: str = ""
     notes: list[str] = field(default_factory=list)
-    """Notes on this state itself, such as files that could not be read."""
+    """Notes on this state, such as files that could not be read."""
 
     @property
     def has_ended(self) -> bool:

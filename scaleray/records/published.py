@@ -13,10 +13,10 @@ RAYS_JOB = "RAY_JOB_SUBMISSION_ID"
 
 @dataclass(frozen=True)
 class PublishedFacts:
-    """Facts published by a run from its start on, and how they are published."""
+    """Facts that a run publishes from its start on, and how it publishes them."""
 
     port: int | None = None
-    """Port on 127.0.0.1 where its metrics are served; None means that they are not."""
+    """Port on 127.0.0.1 where its metrics are served; None: they are not served."""
     job: str = ""
     """Submission id of the Ray job, if it is one."""
     checkpoint_every_steps: int | None = None
@@ -71,7 +71,7 @@ class RankSample:
     memory_limit_bytes: int | None = None
     ahead_s: tuple[float, ...] = ()
     """Median seconds from its arrival at each synchronisation of a step to the end of the step's collectives: the
-    worker with the fewest came last."""
+    worker with the fewest arrived last."""
     device: str = ""
     """Name of its GPU; empty on a CPU."""
     recorded_at: float = field(default_factory=steady_time, compare=False)

@@ -59,9 +59,9 @@ class RunDescription:
     datasets: Sequence[Mapping[str, Any]] = ()
     tokens_per_sample: int | None = None
     started_at: float | None = None
-    """Start time of the run; None means when `start` is called."""
+    """Start time of the run; None: the time at which `start` is called."""
     run_path: str | None = None
-    """Final location of the run's files; None means `work_dir`."""
+    """Final location of the run's files; None: `work_dir`."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The resolved config, for a resume."""
     base_dir: str | None = None

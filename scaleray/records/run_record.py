@@ -29,12 +29,10 @@ EMULATED = "emulated"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step, as its rank saw it; rank 0 sends its own. Loss is the global mean; times are seconds on the
-    rank.
+    """One optimizer step on its rank; rank 0 sends its own. Loss is the global mean; times are seconds on the rank.
 
-    Under strategies whose replicas train apart, loss and count are those of the rank's own samples between two
-    meetings, and the gradient's norm is always its own.
-    """
+    Under strategies whose replicas train separately, loss and count are those of the rank's own samples between two
+    synchronisations, and the gradient's norm is always its own."""
 
     step: int
     """Number of this step, from 1."""
@@ -43,11 +41,11 @@ class StepRecord:
     """Number of samples or tokens over which the loss was summed, on all workers."""
     num_samples: int
     learning_rate: float
-    """Learning rate that the step was taken with, in the optimizer's first group."""
+    """Learning rate of the step, in the optimizer's first group."""
     grad_norm: float | None
     """Norm before clipping; None unless it was requested."""
     step_time_s: float
-    """Time since the step before, without evaluations; the time that observers spent on that one is included."""
+    """Seconds since the previous step, without evaluations but including the observers' time for it."""
     input_wait_s: float
     epoch: float
     """Passes over the training data after this step, with fraction."""
@@ -55,20 +53,20 @@ class StepRecord:
     loss_scale: float | None = None
     world_size: int = 1
     sent_bytes: float = 0.0
-    """Bytes that the rank gave to collectives in this step for gradients, parameters and activations."""
+    """Bytes that the rank passed to collectives in this step for gradients, parameters and activations."""
     more: dict[str, float] = field(default_factory=dict)
     """Metrics of the strategy or a transform, by name."""
     losses: dict[str, float] = field(default_factory=dict)
     """Each of a workload's several losses, whose sum is `loss`."""
     is_own: bool = False
-    """Whether loss and count are those of the rank's samples alone: a local step in which the ranks did not meet."""
+    """Whether loss and count cover only the rank's samples: a local step without synchronisation."""
     nonfinite_steps: int = 0
-    """Steps since the last synchronisation that were not finite, on the rank that had most of them; the same on all
-    ranks. Not 0 only in a synchronisation, so that all ranks react alike."""
+    """Non-finite steps since the last synchronisation, on the rank with the most; the same on all ranks. Nonzero only
+    in a synchronisation, so that all ranks react alike."""
     nonfinite_in_a_row: int = 0
-    """Number of last steps in a row that were not finite, on the rank that had most. Valid in a synchronisation."""
+    """Number of consecutive last steps that were not finite, on the rank with the most. Valid in a synchronisation."""
     signals: tuple[float, ...] = ()
-    """Signals that the ranks shared with this step, summed."""
+    """Sums of the signals that the ranks shared with this step."""
     recorded_at: float = field(default_factory=steady_time, compare=False)
 
 
@@ -135,7 +133,7 @@ class EventRecord:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A sign of life of one worker. phase: its activity since `since_s` seconds; tail: its last log lines."""
+    """A heartbeat of one worker. phase: its activity since `since_s` seconds; tail: its last log lines."""
 
     rank: int
     node: str
@@ -146,7 +144,7 @@ class Heartbeat:
     tail: tuple[str, ...] = ()
     world_size: int = 1
     silent_s: float = 0.0
-    """Seconds since the sign of life arrived, at the time of reading."""
+    """Seconds since the heartbeat arrived, at the time of reading."""
     recent: RecentSteps | None = None
     """Durations of its last steps; None before the second one."""
 

@@ -16,7 +16,7 @@ from scaleray.records.sweep_record import SweepRecord, Trial
 
 NEVER_RAN = ("failed", "never fits")
 BROKEN = (*NEVER_RAN, "diverged")
-"""Statuses of trials without a result; `diverged` shows that its setting does not work."""
+"""Statuses of trials without a result; `diverged` means that the setting does not work."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def settings(record: SweepRecord) -> list[Setting]:
 
 
 def best(found: Iterable[Setting], direction: str) -> Setting | None:
-    """Return the setting with the fewest samples to the target; if none reached it, the one with the best value."""
+    """The setting with the fewest samples to the target, or with the best value if none reached it."""
     sign = 1.0 if direction == "min" else -1.0
 
     def rank(setting: Setting) -> tuple[float, float]:

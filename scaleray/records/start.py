@@ -33,7 +33,7 @@ def in_words(parts: Mapping[str, float]) -> str:
 
 
 class StartClock:
-    """End times of the parts of a start, on the driver and then on its first worker."""
+    """End times of the parts of a start, first on the driver and then on the first worker."""
 
     def __init__(self, started_at: float, ends: Mapping[str, float] | None = None) -> None:
         self.started_at = started_at

@@ -117,7 +117,7 @@ class Turn:
     study: str = ""
     """Name of the study that measured the turn."""
     round: int | None = None
-    """Round of that study: turns of one round were taken successively by the same workers. None for a turn launched
+    """Round of that study: the same workers measured the turns of one round in succession. None for a turn launched
     alone."""
     placement: dict[str, int] = field(default_factory=dict)
     """Number of workers on each node. Empty for turns of older versions."""

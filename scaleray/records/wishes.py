@@ -1,4 +1,4 @@
-"""Requests to workers during training, sent in reply to their signs of life."""
+"""Requests to workers during training, sent in reply to their heartbeats."""
 
 from __future__ import annotations
 

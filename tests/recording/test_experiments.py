@@ -140,12 +140,12 @@ def test_a_question_that_cannot_be_answered_is_one_error(stored, asked, message)
 
 
 def test_an_empty_store_and_one_that_is_away_are_said_and_no_database_is_made(uri, tmp_path):
-    with pytest.raises(TrackingError, match="there is no run of scaleray to look at"):
+    with pytest.raises(TrackingError, match="it has no run of scaleray"):
         read_experiments(uri)
-    with pytest.raises(TrackingError, match="there is no run of scaleray to look at"):
+    with pytest.raises(TrackingError, match="it has no run of scaleray"):
         read_experiments(uri, since="1d")
     none = tmp_path / "none.db"
-    with pytest.raises(TrackingError, match="another database is named with --uri"):
+    with pytest.raises(TrackingError, match="for another database use --uri"):
         read_experiments(f"sqlite:///{none}")
     assert not none.exists()
     with pytest.raises(TrackingError, match="it does not answer"):

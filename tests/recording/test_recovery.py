@@ -283,7 +283,7 @@ def test_steps_that_mlflow_has_not_or_does_not_give_are_named_as_lost(tmp_path, 
     path.write_text("".join([*lines[:2], *lines[5:]]))
     events = goes_on(world, meanwhile=lambda: monkeypatch.setattr(world.mlflow, "get_metric_history", away))
     (told,) = [event for event in events if event.startswith("steps.csv lacked")]
-    assert "lacked steps 2 to 4: MLflow could not be asked for them (ConnectionError); steps 2 to 4 are lost" in told
+    assert "lacked steps 2 to 4: MLflow could not be queried for them (ConnectionError); steps 2 to 4 are lost" in told
     assert rows(tmp_path) == [1, *range(5, 11)]
 
 
@@ -326,7 +326,7 @@ def test_other_damaged_files_of_a_run_are_named_kept_and_written_anew(tmp_path, 
     ]
     (folder / "unsent.jsonl").write_text("\n".join(lines))
     events = goes_on(world)
-    assert "config.yaml was damaged, and is written again; the old one is kept as config.yaml.damaged" in events
+    assert "config.yaml was damaged and has been rewritten; the old one is kept as config.yaml.damaged" in events
     assert (folder / "config.yaml").read_text() == "a: 1\n"
     assert (folder / "config.yaml.damaged").read_bytes() == b"a: [\0"
     (told,) = [event for event in events if event.startswith("unsent.jsonl")]

@@ -55,7 +55,7 @@ def test_metrics_of_any_name_arrive_with_all_others_and_the_end(uri, tmp_path):
     assert run.data.metrics["val/recall_10"] == 0.0 and run.data.metrics["val/recall_10_2"] == 99.0
     assert acceptable_text("bad \udcff") == run.data.tags["scaleray.verdict"]
     events = [text for key, text in run.data.tags.items() if key.startswith("scaleray.event.")]
-    assert sum("MLflow takes no metric called 'val/recall@10'" in text for text in events) == 1
+    assert sum("MLflow rejects the metric name 'val/recall@10'" in text for text in events) == 1
 
 
 def test_what_is_refused_all_the_same_is_set_aside_with_its_reason(uri, tmp_path, monkeypatch):
@@ -148,7 +148,7 @@ def test_replay_sends_what_is_taken_and_keeps_the_rest(uri, tmp_path):
     ]
     (moved / "unsent.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(
-        TrackingError, match=r"refused 1 of its values and took the others: the file [^\x1b\x07]*gone\.csv"
+        TrackingError, match=r"refused 1 of its values and accepted the others: the file [^\x1b\x07]*gone\.csv"
     ):
         replay(moved / "unsent.jsonl", uri=uri)
     client = MlflowClient(uri)
