@@ -1,4 +1,4 @@
-"""Sources of what a workload's `datasets()` gives, with what its `preprocessor` and `transform` make of their rows."""
+"""Sources from a workload's `datasets()`, with its `preprocessor` and `transform` applied to their rows."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ from scaleray.workload import call_user_code, own_method
 def load_sources(workload: Any, *, fitted: Any = None, in_steps: bool = False) -> dict[str, Source]:
     """The workload's data by split, with its preprocessor and its transform. Raises DataError or WorkloadError.
 
-    fitted: the preprocessor as the run has it already; else the workload's is fitted on the train split.
-    in_steps: whether no length of the training is in epochs, so that its data need no end.
-    """
+    fitted: the run's existing preprocessor; otherwise the workload's is fitted on the train split. in_steps: whether
+    all lengths of the training are in steps, so that its data may be endless."""
     with stage("reading the data"):
         given = call_user_code(workload.datasets, what="datasets()", doing="reading the data")
     _quieten_ray_data()
@@ -62,19 +61,19 @@ def load_sources(workload: Any, *, fitted: Any = None, in_steps: bool = False) -
 
 
 def _quieten_ray_data() -> None:
-    """Leave out what Ray Data says of each execution: the stages of the command say it."""
+    """Suppress Ray Data's messages on each execution: the command's stages report it."""
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # says that progress bars are off
 
 
 def reads_text(workload: Any) -> bool:
-    """Whether the workload makes numbers of its rows, so that their sources may hold text."""
+    """Whether the workload converts its rows to numbers, so that their sources may hold text."""
     return any(own_method(workload, name) is not None for name in ("preprocessor", "transform"))
 
 
 def for_workload(source: Source, workload: Any, *, split: str, fitted: Any = None) -> Source:
-    """The source as the workload wants its rows: preprocessed and transformed. Raises DataError for rows that make no
-    batch. fitted: the workload's preprocessor, if it has one."""
+    """The source with the workload's preprocessing and transform. Raises DataError for rows that cannot form a batch.
+    fitted: the workload's preprocessor, if it has one."""
     transform = Transform.of(workload, split)
     if fitted is not None:
         source = _changed(source, Preprocess(fitted, allows_text=transform is not None))
@@ -92,7 +91,7 @@ def _changed(source: Source, step: Step) -> Source:
 
 
 def preprocessor_of(source: Source) -> Any:
-    """The fitted preprocessor through which the rows of this source go, or None."""
+    """The fitted preprocessor that the rows of this source go through, or None."""
     while isinstance(source, Transformed):
         if isinstance(source.transform, Preprocess):
             return source.transform.preprocessor
@@ -101,18 +100,17 @@ def preprocessor_of(source: Source) -> Any:
 
 
 def _is_of_user(value: Any) -> bool:
-    """Whether rows are read by the user's code, of a Dataset or another iterable."""
+    """Whether the user's code reads the rows, in a Dataset or another iterable."""
     return not isinstance(value, Mapping | Source) and not type(value).__module__.startswith("ray.data")
 
 
 def as_source(
     value: Any, *, split: str, allows_text: bool = False, as_given: AsGiven | None = None, in_steps: bool = False
 ) -> Source:
-    """The source for what a workload's `datasets()` gave for one split. Raises DataError for anything else.
+    """The source for one split of a workload's `datasets()`. Raises DataError for anything else.
 
-    allows_text: columns may hold text, which will be made numbers of. as_given: of DatasetSource. in_steps:
-    of `load_sources`.
-    """
+    allows_text: columns may hold text that will be converted to numbers. as_given: of DatasetSource. in_steps: of
+    `load_sources`."""
     source: Source
     hugging_face_data.check(value, split=split)
     one_by_one: dict[str, Any] = {

@@ -1,4 +1,5 @@
-"""Blocks of rows of a part: steps that are read together, their reading in this process, and the cut into batches."""
+"""Blocks of rows of a part: steps that are read together, reading them in this process, and cutting them into
+batches."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ ORDERED_ROWS = 2**14  # rows whose place in the order is computed at once, which
 def chunks(part: Part, *, row_bytes: int, chunk_bytes: float) -> Iterator[range]:
     """Ranges of steps that are read together: small at first so that training starts early, then `chunk_bytes` each.
 
-    Sources with row groups are read a whole window at a time, or every chunk would read the same groups again.
-    """
+    Sources with row groups are read a whole window at a time, since every chunk would otherwise read the same groups
+    again."""
     most = max(1, int(chunk_bytes // (part.rows_per_step * row_bytes)))
     size = 1
     if part.plan.group_sizes is not None and part.plan.shuffle:
@@ -41,8 +42,7 @@ def chunks(part: Part, *, row_bytes: int, chunk_bytes: float) -> Iterator[range]
 
 def read_chunk(source: Source, part: Part, steps: range, *, is_alone: bool = False) -> Columns:
     """The rows of these steps, one after another, in the exact order of the plan. is_alone: no other code in this
-    process draws random numbers meanwhile, so that each row is read under its own seed if user code draws any.
-    """
+    process draws random numbers meanwhile, so each row can be read under its own seed if user code draws any."""
     positions, plan = part.positions(steps), part.plan
     transforms: list[Transformed] = []
     while isinstance(source, Transformed):
@@ -66,16 +66,15 @@ def read_chunk(source: Source, part: Part, steps: range, *, is_alone: bool = Fal
 class LocalBlocks(Iterator[Columns]):
     """The chunks of a part, read in this process.
 
-    may_draw: assume that user code draws random numbers, although a first look at a few rows has not shown it.
-    """
+    may_draw: assume that user code draws random numbers, although a first check of a few rows did not show it."""
 
     def __init__(self, source: Source, part: Part, *, chunk_bytes: float, may_draw: bool = False) -> None:
         self.are_copies = type(source) in (*IN_MEMORY, DatasetSource)
-        """Whether every block is memory of its own, which training may change."""
+        """Whether every block is separate memory, which training may change."""
         self.is_read_alone = type(source) not in STORED and (may_draw or row_values_of(source).draw_random_numbers)
-        """Whether no other code in this process may draw random numbers while these blocks are read."""
+        """Whether these blocks must be read while no other code in this process draws random numbers."""
         self.is_in_memory = type(source) in IN_MEMORY
-        """Whether the next block takes no longer than a copy."""
+        """Whether the next block takes only the time of a copy."""
         if self.is_in_memory:
             self._blocks = _copies(source, part, chunk_bytes=min(chunk_bytes, COPIED_BYTES))
             return
@@ -98,7 +97,7 @@ def _copies(source: Source, part: Part, *, chunk_bytes: float) -> Iterator[Colum
 
 
 def with_own_place(source: Source, part: Part) -> Source:
-    """The source for the reader of a part: where rows can only be iterated, no other reader moves its position."""
+    """The source for the reader of a part: if rows can only be iterated, no other reader moves its position."""
     if isinstance(source, Transformed):
         source = copy.copy(source)
         source.source = with_own_place(source.source, part)
@@ -106,7 +105,7 @@ def with_own_place(source: Source, part: Part) -> Source:
 
 
 def close_blocks(blocks: Iterable[Columns]) -> None:
-    """End a generator, by the thread that ran it; anything else has nothing to end."""
+    """End a generator in the thread that ran it; does nothing for anything else."""
     if isinstance(blocks, Generator):
         blocks.close()
 
@@ -114,8 +113,7 @@ def close_blocks(blocks: Iterable[Columns]) -> None:
 def rebatch(blocks: Iterable[Columns], sizes: Iterable[int]) -> Iterator[tuple[Columns, int]]:
     """Cut blocks of any length into pieces of the given sizes, in order, which training may change.
 
-    Each comes with the number of rows that are here already for the pieces after it.
-    """
+    Each comes with the number of rows already available for later pieces."""
     # Ray's blocks are read-only shared memory, and a source of the user may hand out its own
     is_copied = isinstance(blocks, LocalBlocks) and blocks.are_copies
 

@@ -1,14 +1,13 @@
 """Micro-batches made ahead of the training: a workload's `collate`, called by the thread that reads, ahead of its step.
 
 A batch is the same in either thread, as long as `collate` is a function of its rows. This is checked on a few rows when
-the data are loaded: one that draws random numbers, changes the workload, or gives another batch for the same rows, is
-called by the training thread when it is needed, and the run reports it. Batches that were made for other micro-batches
-than those that are trained (memory ran out, shares were changed) are made again by the training thread.
+the data are loaded: a `collate` that draws random numbers, changes the workload, or returns another batch for the same
+rows, is called by the training thread when it is needed, and the run reports it. If the micro-batches have changed
+(memory ran out, or shares changed), the training thread makes the batches again.
 
 It runs in this process and not in Ray tasks: its result depends on the size of the micro-batches, which a run may
-change, and padded batches would be copied through the object store. Work by the row that costs belongs into
-`transform`, which does run in tasks.
-"""
+change, and padded batches would be copied through the object store. Expensive work on single rows belongs in
+`transform`, which does run in tasks."""
 
 from __future__ import annotations
 
@@ -32,9 +31,8 @@ from scaleray.workload import own_method
 
 @dataclass(frozen=True)
 class CollateAhead:
-    """Maker of the micro-batches of a batch in the thread that reads. cuts: returns where those of a batch begin and
-    end. times: how often each is needed. row_bytes: size of a row in them, about.
-    """
+    """Makes the micro-batches of a batch in the reading thread. cuts: returns their bounds. times: how often each is
+    needed. row_bytes: approximate size of a row in them."""
 
     collate: Callable[[Any], Any]
     gives_tuples: bool
@@ -43,7 +41,7 @@ class CollateAhead:
     times: int = 1
 
     def __call__(self, batch: RankBatch) -> RankBatch:
-        """The batch with its micro-batches. Raises WorkloadError with the user's line where `collate` fails."""
+        """The batch with its micro-batches. Raises WorkloadError with the user's line if `collate` fails."""
         made: dict[tuple[int, int], list[Any]] = {}
         for start, stop in self.cuts(batch):
             rows = ({n: c[start:stop] for n, c in batch.columns.items()} for _ in range(self.times))
@@ -54,8 +52,7 @@ class CollateAhead:
 @dataclass(frozen=True)
 class CollateLook:
     """Result of calling a workload's `collate` on a few rows. why_in_turn: reason for calling it in the training
-    thread; empty if it is called ahead. is_repeatable: whether the same rows gave the same batch.
-    """
+    thread; empty if it is called ahead. is_repeatable: whether equal rows gave equal batches."""
 
     why_in_turn: str = ""
     is_repeatable: bool = True
@@ -63,13 +60,13 @@ class CollateLook:
 
     @classmethod
     def at(cls, workload: Any, source: Source) -> CollateLook | None:
-        """Look at it with a few rows of this source; None where the workload has none. Raises WorkloadError where it
+        """Result for a few rows of this source; None if the workload has no `collate`. Raises WorkloadError if it
         fails."""
         collate = own_method(workload, "collate")
         if collate is None:
             return None
         if isinstance(source, StreamSource):
-            return cls("a Ray Dataset gives no rows to look at before it starts")
+            return cls("a Ray Dataset gives no rows to check before it starts")
         few = rows_to_look_at(under_transforms(source))
         with generators_kept():
             rows = source.read(np.array(few, dtype=np.int64))
@@ -95,7 +92,7 @@ def _look(workload: Any, collate: Any, rows: Columns, *, gives_tuples: bool) -> 
     if draws:
         why = f"collate() at {where} draws from the generators of the process"
     elif not is_repeatable:
-        why = f"collate() at {where} gives another batch for the same rows"
+        why = f"collate() at {where} returns another batch for the same rows"
     elif changed:
         why = f"collate() at {where} changes the workload ({', '.join(changed)})"
     row_bytes = sum(value.nbytes for value in second if isinstance(value, torch.Tensor | np.ndarray)) // num_rows

@@ -1,8 +1,7 @@
-"""Rows to a batch: what a workload's `collate(rows)` gets, and collations for rows of unequal length.
+"""Rows to a batch: the argument of a workload's `collate(rows)`, and collations for rows of unequal length.
 
-`padded` fills every row up to the longest one, `flattened` puts the rows one after another. Both can be called from a
-workload's own `collate`, or take its place: `collate = scaleray.data.Padding(value=0, mask="mask")`.
-"""
+`padded` pads every row to the longest one, `flattened` concatenates the rows. Both can be called from a workload's own
+`collate`, or replace it: `collate = scaleray.data.Padding(value=0, mask="mask")`."""
 
 from __future__ import annotations
 
@@ -22,10 +21,9 @@ Batch = dict[str, torch.Tensor]
 
 
 class Rows(list[Any]):
-    """The rows of a micro-batch: a list of dicts of tensors by column name, or of tuples where a Dataset gives tuples.
+    """The rows of a micro-batch: a list of dicts of tensors by column name, or of tuples if a Dataset has tuples.
 
-    columns: the same rows by column, arrays and Ragged columns, for collations without a loop.
-    """
+    columns: the same rows by column, arrays and Ragged columns, for collations without a loop."""
 
     def __init__(self, columns: Columns, *, gives_tuples: bool = False) -> None:
         self.columns, self.gives_tuples = columns, gives_tuples
@@ -46,7 +44,7 @@ def _rows_of(column: Any) -> Iterable[torch.Tensor]:
 
 
 def collated(collate: Callable[[Any], Any], columns: Columns, *, gives_tuples: bool) -> Any:
-    """Batch that a workload's `collate` makes of these rows. Raises WorkloadError with the user's line if it fails."""
+    """Result of a workload's `collate` for these rows. Raises WorkloadError with the user's line if it fails."""
     num_rows = rows_in(columns)
     rows = columns if isinstance(collate, Columnwise) else Rows(columns, gives_tuples=gives_tuples)
     with TURNS:
@@ -54,7 +52,7 @@ def collated(collate: Callable[[Any], Any], columns: Columns, *, gives_tuples: b
 
 
 def batch_values(batch: Any) -> list[Any]:
-    """Everything that lies in a batch of dicts, tuples and lists, one after another."""
+    """All values in a batch of dicts, tuples and lists, one after another."""
     if isinstance(batch, Mapping):
         return [value for inner in batch.values() for value in batch_values(inner)]
     if isinstance(batch, tuple | list):
@@ -63,33 +61,32 @@ def batch_values(batch: Any) -> list[Any]:
 
 
 def refuse_ragged(columns: Columns, *, what: str) -> None:
-    """Raise DataError for rows of unequal length, which no `collate` makes a batch of. what: of the data, as in `the
-    train data`."""
+    """Raise DataError for rows of unequal length without a `collate`. what: of the data, as in `the train data`."""
     for name, column in columns.items():
         if isinstance(column, Ragged):
             if column.shapes is not None:
                 raise DataError(
                     f"column {name} of {what}",
                     f"ragged: rows of {column.sizes}",
-                    "rows of unequal size make no batch",
+                    "rows of unequal size cannot form a batch",
                     "bring them to one size in transform(rows, rng), such as np.stack([resize(i) for i in "
-                    "rows['image']]), or put them together in a collate(rows) of your own",
+                    "rows['image']]), or combine them in your own collate(rows)",
                 )
             raise DataError(
                 f"column {name} of {what}",
                 f"ragged: rows of {column.sizes}",
                 "rows of unequal length need a collate(rows) that makes a batch of them",
-                "in the workload: collate = scaleray.data.Padding(value=0, mask='mask') fills them up and says what is "
-                "real; scaleray.data.Flattening() puts them one after another",
+                "in the workload: collate = scaleray.data.Padding(value=0, mask='mask') pads them and marks real "
+                "values; scaleray.data.Flattening() concatenates them",
             )
 
 
 class Columnwise:
-    """A collation that takes columns, so that no object is made for each row."""
+    """A collation of columns, so that no object is made for each row."""
 
 
 class Padding(Columnwise):
-    """`padded` with these options, in place of a workload's `collate`."""
+    """`padded` with these options, as a workload's `collate`."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options
@@ -99,7 +96,7 @@ class Padding(Columnwise):
 
 
 class Flattening(Columnwise):
-    """`flattened` in place of a workload's `collate`."""
+    """`flattened` as a workload's `collate`."""
 
     def __call__(self, rows: Columns | Sequence[Any]) -> Batch:
         return flattened(rows)
@@ -114,13 +111,12 @@ def padded(
     to: int | None = None,
     multiple_of: int = 1,
 ) -> Batch:
-    """Rows as tensors (n, longest, ...), the shorter ones filled up at the end; columns of one shape stay as they are.
+    """Rows as tensors (n, longest, ...), padded at the end; columns of one shape are unchanged.
 
-    value: the filling value, for all columns or by column (-100 for labels). mask: name of a column (n, longest) that
+    value: the padding value, for all columns or by column (-100 for labels). mask: name of a column (n, longest) that
     is True where a value is real. lengths: name of a column (n,) with the lengths. There is one of each if all ragged
     columns have equal lengths, and otherwise one for each column, as `column_mask`; None leaves them out. to: length of
-    every batch in place of its longest row; multiple_of: lengths are rounded up to that.
-    """
+    every batch instead of its longest row; multiple_of: lengths are rounded up to that."""
     columns = columns_of(rows)
     ragged = {name: column for name, column in columns.items() if isinstance(column, Ragged)}
     batch = {n: torch.from_numpy(np.ascontiguousarray(c)) for n, c in columns.items() if n not in ragged}
@@ -148,7 +144,7 @@ def padded(
 
 def flattened(rows: Columns | Sequence[Any]) -> Batch:
     """Ragged columns as their values (total, ...) with `column_offsets` (n + 1,), where each row begins, and the end;
-    the other columns stay as they are."""
+    other columns are unchanged."""
     batch: Batch = {}
     for name, column in columns_of(rows).items():
         if isinstance(column, Ragged):
@@ -163,12 +159,12 @@ def flattened(rows: Columns | Sequence[Any]) -> Batch:
 def _check_lengths_alone(name: str, column: Ragged) -> None:
     """Raise DataError for rows that differ in more than their length."""
     if column.shapes is not None:
-        allowed = "rows are filled up, or put one after another, along their first dimension alone"
+        allowed = "rows can be padded or concatenated only along their first dimension"
         raise DataError(f"column {name}", f"rows of {column.sizes}", allowed, "bring them to one size in transform()")
 
 
 def columns_of(rows: Columns | Sequence[Any]) -> Columns:
-    """The columns of rows in any form that a collation may get: a list of dicts, or columns themselves."""
+    """The columns of rows in any form that a collation may receive: a list of dicts, or columns themselves."""
     if isinstance(rows, Mapping):
         return {name: as_column(name, column) for name, column in rows.items()}
     if isinstance(rows, Rows):

@@ -1,9 +1,8 @@
 """Description of a split in a run's record: the origin of its rows, their reader, and the contents of its columns, so
-that data of another day can be compared with these.
+that later data can be compared with it.
 
-The rows that are described are the stored ones, before preprocessor and transform, and always the same ones of the same
-data. A row's mean counts as one observation: values within a row, such as the pixels of an image, depend on each other.
-"""
+It describes the stored rows, before preprocessor and transform, and always the same rows of the same data. A row's mean
+counts as one observation: values within a row, such as the pixels of an image, depend on each other."""
 
 from __future__ import annotations
 
@@ -23,14 +22,14 @@ from scaleray.data.split_facts import Split
 from scaleray.data.transformed import under_transforms
 
 MOST_ROWS, MOST_COMPUTED_ROWS = 2048, 32
-"""Rows that are looked at: of data that are simply stored, and of rows that user code makes, such as decoded images."""
+"""Rows that are described: of stored data, and of rows that user code makes, such as decoded images."""
 MOST_BYTES = 2**28
-"""Most bytes of rows that are read for this, and largest row group: of data in groups, rows come from the first one."""
+"""Most bytes of rows read for this, and largest row group: data in groups are represented by the first one."""
 MOST_VALUES, ROWS_A_VALUE = 32, 16
-"""Most different values of a column of whole numbers or texts that are counted one by one, as of labels, and fewest
+"""Most distinct values of a column of whole numbers or texts, such as labels, that are counted individually, and fewest
 rows for each of them."""
 NUM_QUANTILES = 129
-"""Values that a distribution is recorded by, at even shares of its rows from the least to the largest."""
+"""Number of quantiles that record a distribution, at even shares of its rows from the least to the largest."""
 
 
 def described(source: Source, split: Split, readers: str) -> dict[str, Any]:
@@ -41,11 +40,10 @@ def described(source: Source, split: Split, readers: str) -> dict[str, Any]:
 
 
 def columns_of(source: Source) -> dict[str, dict[str, Any]]:
-    """Facts of each column: type, shape of a row (None where rows differ), number of rows looked at, mean, standard
-    deviation and quantiles of the rows' means, number of rows that have one, least and largest value, share of values
-    that are not finite, quantiles of the lengths of texts and of rows that differ, and the number of rows of each value
-    where there are few. Empty for rows that cannot be read by number, or not be read at all.
-    """
+    """Facts of each column: type, shape of a row (None if rows differ), number of rows read, mean, standard deviation
+    and quantiles of the rows' means, number of rows that have one, least and largest value, share of non-finite values,
+    quantiles of the lengths of texts and unequal rows, and the number of rows of each value if there are few. Empty for
+    rows that cannot be read by number, or not at all."""
     stored = under_transforms(source)
     if isinstance(stored, StreamSource | IterableSource) or not stored.num_rows:
         return {}

@@ -1,9 +1,8 @@
-"""Datasets and streams of `datasets`, the library of Hugging Face, which is imported by the user alone.
+"""Datasets and streams of Hugging Face's library `datasets`, which only the user imports.
 
-A Dataset is read in blocks of rows: one row at a time takes up to twenty times as long. Files that it has mapped into
-memory are sent by their paths. A stream (IterableDataset) is iterated whole by every worker, as its shards are seldom
-of one size; `split_dataset_by_node` is refused.
-"""
+A Dataset is read in blocks of rows: reading row by row takes up to twenty times as long. Memory-mapped files are sent
+by their paths. A stream (IterableDataset) is iterated whole by every worker, since its shards are seldom of one size;
+`split_dataset_by_node` is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from scaleray.workload import no_exit
 
 MAP_STYLE, STREAM = ("datasets.arrow_dataset", "Dataset"), ("datasets.iterable_dataset", "IterableDataset")
 IN_BLOCKS = ("arrow", "numpy", "torch")
-"""Formats in which a row of a block is the row alone; `with_transform` may make another one of it."""
+"""Formats in which a row does not depend on its block; with `with_transform` it may."""
 OF_TABLES = ("pandas", "polars")
 
 
@@ -47,7 +46,7 @@ def _is(value: Any, name: tuple[str, str]) -> bool:
 
 
 def check(value: Any, *, split: str) -> None:
-    """Raise DataError for a Dataset or a stream whose rows are no columns, or that is a part of one worker."""
+    """Raise DataError for a Dataset or a stream whose rows are not columns, or that is only one worker's part."""
     if not (is_dataset(value) or is_stream(value)):
         return
     value = _unwrapped(value)
@@ -59,7 +58,7 @@ def check(value: Any, *, split: str) -> None:
         raise DataError(
             f"the {split} data",
             "a part of a stream (split_dataset_by_node)",
-            "it would be the part of every worker",
+            "every worker would get the same part",
             "leave split_dataset_by_node() out: scaleray gives each worker its own rows",
         )
     if getattr(value, "_starting_state_dict", None) is not None:
@@ -72,7 +71,7 @@ def check(value: Any, *, split: str) -> None:
 
 
 def in_blocks(dataset: Any, *, allows_text: bool) -> BlockSource | None:
-    """The source of a Dataset whose rows are the same in any block; None for others, such as images."""
+    """The source of a Dataset whose rows do not depend on their block; None for others, such as images."""
     formatting = dataset.format
     if formatting["type"] is None and all(_is_plain(dataset.features[name]) for name in formatting["columns"]):
         dataset = dataset.with_format("arrow", columns=formatting["columns"])
@@ -87,7 +86,7 @@ def _is_plain(feature: Any) -> bool:
 
 
 class BlockSource(DatasetSource):
-    """A Dataset of Hugging Face with numbers in its columns, whose rows are read many at a time."""
+    """A Dataset of Hugging Face with numbers in its columns, read in blocks of rows."""
 
     def __init__(self, dataset: Any, *, allows_text: bool = False) -> None:
         super().__init__(dataset, allows_text=allows_text, as_given=AsGiven(dataset))
@@ -115,7 +114,7 @@ class BlockSource(DatasetSource):
             return with_ragged(self._columns_of(self.dataset[indices.tolist()]), self.ragged_columns)
 
     def _columns_of(self, item: Any) -> Columns:
-        """Columns of a block of rows, or of one row as it is."""
+        """Columns of a block of rows, or of a single row."""
         if isinstance(item, Mapping):
             return {name: as_column(name, value, allows_text=self.allows_text) for name, value in item.items()}
         where = f"the Dataset of {self.num_rows} rows"

@@ -26,7 +26,7 @@ COPIES_AHEAD_BYTES = 2**24  # rows in memory need not be far ahead, and more wou
 
 @dataclass(frozen=True)
 class RaySources:
-    """Sources in Ray's object store, whose rows tasks may read. A Ray Dataset is not among them."""
+    """Sources in Ray's object store, whose rows tasks may read. Does not include Ray Datasets."""
 
     references: Mapping[str, Any]
     """Object references by split."""
@@ -40,11 +40,10 @@ Sources = Mapping[str, Source] | RaySources
 
 @dataclass(frozen=True)
 class Input:
-    """Input of one worker. A thread of its process reads what `Split.read_by` gives to it, and every source where there
-    is no Ray; Ray tasks read all other rows, and a Ray Dataset is streamed.
+    """Input of one worker. A thread of its process reads the sources that `Split.read_by` assigns to it, and all
+    sources without Ray; Ray tasks read all other rows, and a Ray Dataset is streamed.
 
-    may_draw, others_wait_s, warn: of LocalBlocks and StepStream.
-    """
+    may_draw, others_wait_s, warn: of LocalBlocks and StepStream."""
 
     sources: Sources
     settings: DataSettings
@@ -68,9 +67,8 @@ class Input:
         )
 
     def look_at_step(self, split: Split, plan: StepPlan, number: int) -> RowsOfStep | None:
-        """Whether the rows of a step, from 1, hold values that are not finite; they are read again. None if they cannot
-        be.
-        """
+        """Whether the rows of a step, from 1, hold non-finite values; the rows are read again. None if that is
+        impossible."""
         if split.is_streamed:
             return None
         try:
@@ -79,7 +77,7 @@ class Input:
             return None
 
     def _reads_here(self, split: Split) -> bool:
-        """Whether a thread of this process reads the rows, and no task."""
+        """Whether a thread of this process reads the rows, rather than Ray tasks."""
         if not isinstance(self.sources, RaySources):
             return True
         if split.read_by(self.settings.readers) == "worker":

@@ -1,13 +1,12 @@
-"""Rows of a torch IterableDataset, or of anything else that can only be iterated: one after another.
+"""Rows of a torch IterableDataset, or of any other object that can only be iterated.
 
 Every worker iterates all rows and keeps its own of each step. So the steps are the same for every number of workers, if
-the dataset gives the same rows each time it is iterated, which is looked at on its first rows; what it costs is that
-each worker reads everything, and that a resumed run reads its epoch again from the start. With `data.shuffle` the rows
-go through a buffer of `data.window_rows`, from which they are drawn by the run's seed.
+the dataset gives the same rows each time it is iterated, which is checked on its first rows. The cost is that each
+worker reads everything, and that a resumed run reads its epoch again from the start. With `data.shuffle` the rows go
+through a buffer of `data.window_rows`, from which they are drawn by the run's seed.
 
-Of a dataset that deals its rows out, each worker reads its own part to train on: which rows make up a
-step then depends on the number of workers. Evaluations read all rows, as their figures are exact.
-"""
+If a dataset deals its rows out, each worker trains on its own part: the rows of a step then depend on the number of
+workers. Evaluations read all rows, since their values are exact."""
 
 from __future__ import annotations
 
@@ -50,14 +49,13 @@ from scaleray.workload import call_user_code
 
 BY_SHARD, BY_WORKER_INFO = "shard()", "get_worker_info()"
 PARAMETERS = (("rank", "world_size"), ("index", "num_shards"))
-"""Names by which a `shard` takes which part it is to give, and of how many."""
+"""Parameter names by which a `shard` receives the number of its part, and of all parts."""
 
 
 def deals_by(dataset: Any, first_rows: Callable[[Any], list[Any]]) -> str:
-    """How a dataset deals its rows out: BY_SHARD, BY_WORKER_INFO, or "" for one that gives everybody all of them.
+    """How a dataset deals its rows out: BY_SHARD, BY_WORKER_INFO, or "" if every worker gets all rows.
 
-    first_rows: the first rows of an iterable, in a form that can be compared.
-    """
+    first_rows: function that returns an iterable's first rows in a comparable form."""
     if is_stream(dataset):  # its shards are not of one size
         return ""
     if _shard_parameters(dataset) is not None:
@@ -69,7 +67,7 @@ def deals_by(dataset: Any, first_rows: Callable[[Any], list[Any]]) -> str:
 
 
 def part_of(dataset: Any, how: str, rank: int, world_size: int) -> Any:
-    """An iterable of the rows that a dataset deals to this worker. Raises WorkloadError where its `shard` fails."""
+    """An iterable of the rows that a dataset deals to this worker. Raises WorkloadError if its `shard` fails."""
     if how == BY_WORKER_INFO:
         return _WithWorkerInfo(dataset, rank, world_size)
     names = _shard_parameters(dataset)
@@ -80,7 +78,7 @@ def part_of(dataset: Any, how: str, rank: int, world_size: int) -> Any:
 
 
 def in_words(dataset: Any, how: str, rank: int, world_size: int) -> str:
-    """The part of a dataset, as its user would find it."""
+    """Name of a dataset's part, for its user."""
     if how == BY_WORKER_INFO:
         return f"{type(dataset).__name__} under worker info {rank} of {world_size}"
     return f"{type(dataset).__name__}.shard for worker {rank} of {world_size}"
@@ -97,7 +95,7 @@ def _shard_parameters(dataset: Any) -> tuple[str, str] | None:
 
 
 class _WithWorkerInfo:
-    """Iterable of a dataset's rows, during each of which this process is one of so many workers of a DataLoader."""
+    """Iterable of a dataset's rows; while it yields one, this process is one of so many workers of a DataLoader."""
 
     def __init__(self, dataset: Any, rank: int, world_size: int) -> None:
         self.dataset, self.rank, self.world_size = dataset, rank, world_size
@@ -135,15 +133,14 @@ COUNT_S = 60.0  # so long the rows are counted of a dataset without a length
 SHORT_COUNT_S = 3.0  # and so long where nothing is counted in epochs
 END = object()
 ENDLESS = 2**48
-"""Number of rows of a dataset without a length whose end is not reached while they are counted."""
+"""Number of rows of a dataset without a length whose end is not reached while counting."""
 
 
 class IterableSource(DatasetSource):
     """The rows of an object with `__iter__`, in its order. Without a length its rows are counted once.
 
-    reads_copy: iterate a copy, as the training may iterate the same object meanwhile, and move its place.
-    may_be_endless: whether a dataset without a length need not be counted to its end; it then has ENDLESS rows.
-    """
+    reads_copy: iterate a copy, since the training may iterate the same object meanwhile and move its position.
+    may_be_endless: whether a dataset without a length need not be counted to its end; it then has ENDLESS rows."""
 
     def __init__(
         self,
@@ -163,7 +160,7 @@ class IterableSource(DatasetSource):
             raise DataError(
                 f"a {type(dataset).__name__}",
                 "an iterator",
-                "it can be read once, and epochs and workers need it again",
+                "it can be read only once, but epochs and workers read it again",
                 "give an object whose __iter__ starts from the beginning, such as an IterableDataset",
             )
         first, again, moved = self._first_rows()
@@ -181,7 +178,7 @@ class IterableSource(DatasetSource):
         )
         self.row_s = 0.0
         self.deals_by = deals_by(dataset, self._compared)
-        """How the dataset deals its rows out to workers: by `shard()` or `get_worker_info()`; "" where it does not."""
+        """How the dataset deals its rows out to workers: by `shard()` or `get_worker_info()`; "" if it does not."""
         self._rank, self._world_size = 0, 1
         self._place: tuple[StepPlan, int, Iterator[tuple[int, Columns]]] | None = None
 
@@ -190,13 +187,14 @@ class IterableSource(DatasetSource):
         return f"{type(self.dataset).__name__}.__iter__()"
 
     def _first_rows(self) -> tuple[list[tuple[Any, Columns]], list[tuple[Any, Columns]], bool]:
-        """The first rows, the same again, and whether they draw from the generators of the process."""
+        """The first rows, read twice, and whether they draw from the process's generators."""
         with generators_kept():
             (first, moved), (again, moved_again) = (self._some_rows(self.dataset) for _ in range(2))
         return first, again, moved or moved_again
 
     def _some_rows(self, rows: Any) -> tuple[list[tuple[Any, Columns]], bool]:
-        """The first rows of the dataset or a part of it under one seed, with copies, and whether they have drawn."""
+        """The first rows of the dataset or a part of it under one seed, as copies, and whether they drew random
+        numbers."""
         seed_row(0)
         before = generator_states()
         found = call_user_code(
@@ -240,13 +238,13 @@ class IterableSource(DatasetSource):
                 f"the length of {type(self.dataset).__name__}",
                 "not known",
                 f"counting its rows takes more than {limit_s:.0f} s ({number} so far)",
-                "give it __len__, the number of rows of an epoch; to train on without one, give every length of the "
-                "config in steps, as stop.after: 10000 steps",
+                "give it __len__, the number of rows of an epoch; to train without one, give every length of the "
+                "config in steps, such as stop.after: 10000 steps",
             )
         return number
 
     def opened(self, part: Part | None = None) -> IterableSource:
-        """The same rows with a place of its own, for one reader: of this part, where the rows are dealt out."""
+        """The same rows with a separate position, for one reader; only this part if rows are dealt out."""
         source = copy.copy(self)
         source._place = None
         if is_stream(self.dataset) and self.as_given.problem is None:
@@ -263,7 +261,7 @@ class IterableSource(DatasetSource):
         return self._filled((found[i] for i in indices.tolist()), len(indices))
 
     def read_on(self, positions: np.ndarray, plan: StepPlan) -> Columns:
-        """The rows at positions of the endless sequence of all epochs, ascending: those between are passed over."""
+        """The rows at positions of the endless sequence of all epochs, ascending; rows between them are skipped."""
         return self._filled((self._at(int(p), plan) for p in positions), len(positions))
 
     def _at(self, position: int, plan: StepPlan) -> Columns:
@@ -282,8 +280,8 @@ class IterableSource(DatasetSource):
                 f"the {plan.name} data",
                 f"{in_words(self.dataset, self.deals_by, self._rank, self._world_size)} {found}",
                 f"of {plan.num_samples} rows each of the {self._world_size} workers trains on {self._share(plan)}",
-                "deal the rows out one by one, itertools.islice(rows, rank, None, world_size), so that parts differ by "
-                "a row at most; leave the dealing out, and every worker reads all rows and keeps its own",
+                "deal the rows out one by one, itertools.islice(rows, rank, None, world_size), so that parts differ "
+                "by at most one row; or do not deal them out, and every worker reads all rows and keeps its own",
             )
         if self.num_rows == ENDLESS:
             raise DataError(
@@ -303,7 +301,7 @@ class IterableSource(DatasetSource):
     _last = -1
 
     def _iterate(self, plan: StepPlan, epoch: int) -> Iterator[tuple[int, Columns]]:
-        """The rows of an epoch with their places."""
+        """The rows of an epoch with their positions."""
         self._last = -1
         if callable(begin := getattr(self.dataset, "set_epoch", None)):
             begin(epoch)
@@ -315,7 +313,7 @@ class IterableSource(DatasetSource):
         return enumerate(rows)
 
     def _in_turn(self, rows: Iterator[Any]) -> Iterator[Columns]:
-        """Copies of rows, for each of which threads take turns."""
+        """Copies of rows; threads take turns for each."""
         while True:
             with TURNS:
                 columns = None if (row := next(rows, END)) is END else self._own_columns(row)
@@ -330,7 +328,7 @@ class IterableSource(DatasetSource):
         return part_of(self.dataset, self.deals_by, self._rank, self._world_size)
 
     def _share(self, plan: StepPlan) -> int:
-        """Rows of an epoch that this reader iterates."""
+        """Number of rows of an epoch that this reader iterates."""
         return plan.num_samples // self._world_size
 
     @property
@@ -338,7 +336,7 @@ class IterableSource(DatasetSource):
         return (self._rank, self._world_size) if self._world_size > 1 else ()
 
     def _seeded(self, plan: StepPlan, epoch: int) -> Iterator[Any]:
-        """Rows that draw random numbers, each under a seed that follows from the run's, the epoch and its place."""
+        """Rows that draw random numbers, each under a seed computed from the run's seed, the epoch and its position."""
         rows = None
         for place in itertools.count():
             with generators_kept():
@@ -359,7 +357,7 @@ class IterableSource(DatasetSource):
 
 
 def promise(plan_shuffles: bool, window_rows: int, *, dealt_by: str = "") -> str:
-    """Guarantee on the order of the rows, for the user. dealt_by: how they are dealt out to workers."""
+    """Guarantee on the order of the rows, for the user. dealt_by: how rows are dealt out to workers."""
     mixed = f", shuffled in a buffer of {window_rows} rows" if plan_shuffles else ""
     if dealt_by:
         return (
@@ -385,8 +383,8 @@ def _shuffled(rows: Iterator[Columns], draw: np.random.Generator, size: int) -> 
 
 
 def refuse_shared_place(sources: Mapping[str, Any]) -> None:
-    """Raise DataError for a stream that gives other rows if other splits are read in between, as with one handle for
-    both. Rows that differ each time are left out."""
+    """Raise DataError for a stream that gives other rows if other splits are read in between, for example because they
+    share a handle. Streams whose rows differ each time are not checked."""
     users = {name: source for name, source in sources.items() if isinstance(source, DatasetSource)}
     streams = {name: source for name, source in users.items() if isinstance(source, IterableSource)}
     if not streams or len(users) < 2:
@@ -398,8 +396,8 @@ def refuse_shared_place(sources: Mapping[str, Any]) -> None:
                 f"the {name} data",
                 f"has other rows where {' or '.join(n for n in users if n != name)} is read meanwhile: they share a "
                 "handle, by a class, a module, a cache or an argument",
-                f"open the file in __iter__ of {type(streams[name].dataset).__name__}, for each iteration again, or "
-                "seek to the place of a row before reading it",
+                f"open the file in __iter__ of {type(streams[name].dataset).__name__}, again for each iteration, or "
+                "seek to the position of a row before reading it",
             )
 
 
@@ -436,10 +434,10 @@ def _read_alone(source: IterableSource, number: int) -> list[str]:
 
 
 def refuse_endless(source: Any, split: str) -> None:
-    """Raise DataError for a split without an end, which a training may have and nothing that needs all rows."""
+    """Raise DataError for an endless split, which is allowed only in training."""
     if source.num_rows == ENDLESS:
         raise DataError.problem(
             f"the {split} data",
-            f"has no end: its end was not reached in the {SHORT_COUNT_S:.0f} s in which its rows were counted",
-            "give its IterableDataset __len__, take another split with --split, or rows with --data",
+            f"is endless: its end was not reached in the {SHORT_COUNT_S:.0f} s in which its rows were counted",
+            "give its IterableDataset __len__, choose another split with --split, or give rows with --data",
         )

@@ -1,14 +1,13 @@
 """Order of rows of unequal length: rows of similar length together, and steps with a budget of tokens.
 
-Pure functions of seed, epoch, step and the rows' lengths, like the rest of the plan, so that any number of workers sees
-the same steps and a resumed run continues where it was.
+Pure functions of seed, epoch, step and the rows' lengths, like the rest of the plan, so any number of workers sees the
+same steps and a resumed run continues where it stopped.
 
 Bucketing: the shuffled rows are taken in windows of `bucket_batches` global batches; within a window they are sorted by
-length and cut into batches, whose order is shuffled again. So the rows of a batch have nearly one length, and lengths
-come in no order. Batches of tokens: the rows of an epoch, one after another, are a line of tokens, which is cut into
-equal pieces of at most `tokens_per_step`; a step takes the rows that begin in its piece. Every epoch then has the same
-number of steps, no row is cut, and a step has more or less than its piece by less than a row.
-"""
+length and cut into batches, whose order is shuffled again. So the rows of a batch have similar lengths, and the order
+of lengths is random. Batches of tokens: the concatenated rows of an epoch are cut into equal pieces of at most
+`tokens_per_step` tokens; a step takes the rows that begin in its piece. Every epoch then has the same number of steps,
+no row is cut, and a step differs from its piece by less than a row."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from scaleray.data.sample_order import Permutation, StepPlan, stream_key
 
 
 class Lengths:
-    """Length of each row, int64 (n,). Equal ones are equal, and can be a key."""
+    """Length of each row, int64 (n,). Equal lengths compare equal, and are hashable."""
 
     def __init__(self, values: Any) -> None:
         self.values = np.asarray(values, dtype=np.int64)
@@ -47,9 +46,8 @@ class LengthPlan(StepPlan):
     """Order of the samples of a split whose rows have lengths.
 
     bucket_batches: global batches that are sorted by length together, or None. tokens_per_step: most tokens of a step's
-    piece of the epoch, or None where every step has `global_batch_size` rows; else that is about the rows of a step.
-    tokens_per_micro_batch: most tokens of the rows of a micro-batch, or None where these are counted in rows.
-    """
+    piece of the epoch, or None if every step has `global_batch_size` rows; otherwise that is the approximate number of
+    rows. tokens_per_micro_batch: most tokens in the rows of a micro-batch, or None if these are counted in rows."""
 
     lengths: Lengths = Lengths(())  # noqa: RUF009 - never changed
     bucket_batches: int | None = None
@@ -84,14 +82,14 @@ class LengthPlan(StepPlan):
         return int(last - first)
 
     def place(self, step: int) -> tuple[int, int]:
-        """Epoch of this step, and number of samples of that epoch that come before it."""
+        """Epoch of this step, and number of samples of that epoch before it."""
         if self.tokens_per_step is None:
             return super().place(step)
         epoch, in_epoch = divmod(step, self.steps_per_epoch)
         return epoch, int(_bounds(self, epoch)[in_epoch])
 
     def token_cuts(self, step: int, rank: int, world_size: int) -> TokenCuts | None:
-        """A rank's micro-batches of a step: its rows in order, as many as have at most `tokens_per_micro_batch`."""
+        """A rank's micro-batches of a step: its rows in order, each with at most `tokens_per_micro_batch` tokens."""
         most = self.tokens_per_micro_batch
         if most is None:
             return None
@@ -106,7 +104,7 @@ class LengthPlan(StepPlan):
         return _bucketed(self, epoch)[positions]
 
     def order_before_buckets(self, epoch: int) -> np.ndarray:
-        """All samples of an epoch in the order that bucketing starts from."""
+        """All samples of an epoch in the order from which bucketing starts."""
         return super()._order(epoch, np.arange(self.num_samples, dtype=np.int64))
 
 
@@ -146,7 +144,7 @@ def _bucketed(plan: LengthPlan, epoch: int) -> np.ndarray:
 
 @lru_cache(maxsize=4)
 def _bounds(plan: LengthPlan, epoch: int) -> np.ndarray:
-    """Number of samples of an epoch that come before each of its steps, and their number, int64 (steps + 1,)."""
+    """Number of samples of an epoch before each of its steps, and in total, int64 (steps + 1,)."""
     rows = plan.samples_at(epoch * plan.num_samples + np.arange(plan.num_samples, dtype=np.int64))
     begins = np.concatenate([[0], np.cumsum(plan.lengths.values[rows])[:-1]])
     steps = plan.steps_per_epoch

@@ -1,4 +1,4 @@
-"""Start of a stream while the cluster is cold: its worker reads the first rows itself, until the tasks deliver."""
+"""Start of a stream on a cold cluster: its worker reads the first rows itself, until the tasks deliver."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Demand:
 
     def __init__(self) -> None:
         self.has_begun = threading.Event()
-        """Event that the consumer has asked for its first batch."""
+        """Event: the consumer has requested its first batch."""
         self.is_closed = threading.Event()
         self.is_hungry: Callable[[], bool] = lambda: True
         """Whether the consumer will soon have to wait."""
         self.asked = threading.Semaphore(0)
-        """Released with each batch that the consumer asks for."""
+        """Released for each batch that the consumer requests."""
 
     def wait_until_asked(self) -> bool:
-        """Wait until the next batch is asked for, or the stream closed; returns whether it is asked for."""
+        """Wait until the next batch is requested, or the stream is closed; returns whether it was requested."""
         while not self.is_closed.is_set():
             if self.asked.acquire(timeout=0.5):
                 return True
@@ -44,9 +44,8 @@ def start_locally(
     """Rows of `remote`, the first of them read from `local`, which gives the same rows in the same order.
 
     Tasks on a cold cluster take seconds to start, and their start competes with the building of the model for the same
-    cores. So `remote` starts when training begins, and until its first block is here, at most `patience_s` seconds
-    long, the consumer is fed from `local`. Rows that came from there are left out of `remote`.
-    """
+    cores. So `remote` starts when training begins, and until its first block arrives, for at most `patience_s` seconds,
+    the consumer gets rows from `local`. These are left out of `remote`."""
     here = iter(local)
     num_rows = 0
     for block in itertools.islice(here, 1):
@@ -83,8 +82,8 @@ def start_locally(
 
 
 def deliver(items: Iterable[Any], target: queue.Queue[Any], demand: Demand) -> None:
-    """Put items into a queue as soon as it has room, and at the end None or the error, which the consumer raises. Ends
-    with the items if the consumer closes its stream."""
+    """Put items into a queue as soon as it has room, and at the end None or the error, which the consumer raises. Stops
+    early if the consumer closes its stream."""
 
     def put(item: Any) -> None:
         while not demand.is_closed.is_set():

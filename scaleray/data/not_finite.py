@@ -1,5 +1,5 @@
-"""Which rows of a step hold NaN or infinite numbers: looked for once a loss was not finite, so that the learning rate
-is not blamed for the data."""
+"""Find rows of a step with NaN or infinite numbers once a loss was not finite, so that the learning rate is not blamed
+for the data."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from scaleray.data.source_interface import Columns, Source
 from scaleray.data.transformed import Transformed, under_transforms
 
 LOOK_S = 5.0
-"""Seconds after which no more rows are read: a run that fails should say so."""
+"""Seconds after which no more rows are read: a failed run should report soon."""
 AT_ONCE = 64
 
 
 @dataclass(frozen=True)
 class RowsOfStep:
-    """Values that are not finite in the rows of a step. bad: place of the first one; None if there is none. is_whole:
-    whether all rows were checked.
-    """
+    """Values that are not finite in the rows of a step. bad: location of the first one; None if there is none.
+    is_whole: whether all rows were checked."""
 
     bad: str | None
     is_whole: bool
 
 
 def look_at_step(source: Source, plan: StepPlan, step: int) -> RowsOfStep:
-    """Read the rows of a step, from 0, again: those of all workers, so that each of them reports the same."""
+    """Read the rows of a step, from 0, again: those of all workers, so that each one reports the same."""
     positions = plan.positions(step)
     started = time.monotonic()
     for start in range(0, len(positions), AT_ONCE):
@@ -56,7 +55,7 @@ def _changed(source: Source, rows: Columns, seeds: np.ndarray) -> Columns:
 
 
 def _first(rows: Columns) -> tuple[str, int] | None:
-    """Column and place of the first row with a number that is not finite."""
+    """Column and index of the first row with a number that is not finite."""
     for name, column in rows.items():
         values = flat_values(column)
         if values.dtype.kind in "fc" and not np.isfinite(values).all():

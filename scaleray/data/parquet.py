@@ -18,14 +18,13 @@ from scaleray.errors import DataError
 class ParquetSource:
     """A Parquet file or folder, local or s3://, of numbers and lists of numbers, which may differ in length.
 
-    columns: the columns to read; None reads all. Footers are read at once, so that a broken file is found at the start.
-    lengths: the list column whose lengths are those of the rows, for `data.bucket_by_length` and batches of tokens; it
-    is read at once, too.
-    """
+    columns: the columns to read; None reads all. Footers are read immediately, so a broken file is found at the start.
+    // lengths: the list column whose lengths are those of the rows, for `data.bucket_by_length` and batches of tokens;
+    it is read immediately, too."""
 
     tokens_per_row: int | None = None
     allows_text = False
-    """Whether columns may hold text and nulls, which a preprocessor or a transform makes numbers of."""
+    """Whether columns may hold text and nulls, which a preprocessor or a transform converts to numbers."""
 
     def __init__(self, path: str | Path, *, columns: Sequence[str] | None = None, lengths: str | None = None) -> None:
         import pyarrow.fs
@@ -55,8 +54,8 @@ class ParquetSource:
         self.row_bytes = max(1, total // max(1, self.num_rows))
 
     def check_nulls(self) -> None:
-        """Raise DataError if the footers report nulls and nothing converts them later. Nulls that no footer counts are
-        found when the row group is read."""
+        """Raise DataError if the footers report nulls and nothing converts them later. Nulls not counted in a footer
+        are found when the row group is read."""
         if self._nulls is not None and not self.allows_text:
             raise _null_error(*self._nulls)
 
@@ -124,13 +123,13 @@ class ParquetSource:
                         f"column {name} of {path}",
                         str(found),
                         f"it is {expected} in {self.files[0][0]}",
-                        "write all files with the same columns, or name the ones that they share in `columns`",
+                        "write all files with the same columns, or name the shared ones in `columns`",
                     )
         return self.columns or first.names
 
     def _known_nulls(self, footers: list[Any]) -> tuple[str, str, int, int] | None:
-        """(column, file, row group, number) of the first nulls that the footers count. Lists are left out: what is
-        counted of them are missing leaves, which an empty list has, too."""
+        """(column, file, row group, number) of the first nulls counted in the footers. Lists are left out: their counts
+        are of missing leaves, which empty lists also have."""
         for file, group in self.groups:
             columns = footers[file].row_group(group)
             for number in range(columns.num_columns):
@@ -156,7 +155,7 @@ class ParquetSource:
                 return pq.read_metadata(file)
         except (OSError, pa.ArrowException) as exc:
             raise DataError(
-                "Parquet file", path, f"it cannot be read: {exc}", "write it again, or take it out of the folder"
+                "Parquet file", path, f"it cannot be read: {exc}", "write it again, or remove it from the folder"
             ) from exc
 
     def _read_group(self, filesystem: Any, number: int, names: Sequence[str] | None = None) -> Any:
@@ -174,7 +173,7 @@ class ParquetSource:
                 f"Parquet file {path}, row group {group},",
                 "damaged",
                 f"it cannot be read: {exc}",
-                "write it again, or take it out of the folder",
+                "write it again, or remove it from the folder",
             ) from exc
         for name in () if self.allows_text else table.column_names:
             if nulls := _num_nulls(table.column(name)):
@@ -207,8 +206,7 @@ def _null_error(column: str, path: str, group: int, count: int) -> DataError:
 def column_to_numpy(name: str, column: Any, where: str, *, allows_text: bool = False) -> np.ndarray | Ragged:
     """An Arrow column of numbers, or of lists of them, as an array. where: for messages. Raises DataError.
 
-    allows_text: text as it is, and nulls as NaN or None, which a preprocessor or a transform will make numbers of.
-    """
+    allows_text: keep text, and nulls as NaN or None, which a preprocessor or a transform converts to numbers."""
     import pyarrow as pa
 
     array = column.combine_chunks()
@@ -226,7 +224,7 @@ def column_to_numpy(name: str, column: Any, where: str, *, allows_text: bool = F
                 raise DataError(
                     f"column {name} of {where}",
                     "lists within lists of several lengths",
-                    "rows may differ in the length of their outer list alone",
+                    "rows may differ only in the length of their outer list",
                     "pad the inner ones when the file is written",
                 )
             offsets = np.concatenate([[0], np.cumsum(array.value_lengths().to_numpy())])

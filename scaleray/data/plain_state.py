@@ -1,8 +1,7 @@
-"""State of an object as JSON and back: numbers, text, arrays and their containers, and objects that hold nothing else.
+"""State of an object as JSON and back: numbers, text, arrays and their containers, and objects that hold only these.
 
-On the way back classes and functions are looked up among the modules that the workload has imported and in
-ray.data.preprocessors; no other module is imported. A class must transform rows, and its `__setstate__` is called.
-"""
+When it is read, classes and functions are looked up among the modules that the workload has imported and in
+ray.data.preprocessors; no other module is imported. A class must transform rows, and its `__setstate__` is called."""
 
 from __future__ import annotations
 
@@ -19,11 +18,11 @@ import numpy as np
 from scaleray.errors import WorkloadError
 
 TRUSTED_FUNCTIONS = "ray.data.preprocessors."
-"""Package whose functions may be named, as Ray's vectorizers hold one."""
+"""Package whose functions may be named, since Ray's vectorizers hold one."""
 
 
 def encoded(value: Any, where: str) -> Any:
-    """A value as JSON. where: its path, for the error. Raises WorkloadError for what is more than data."""
+    """A value as JSON. where: its path, for the error. Raises WorkloadError for anything but data."""
     if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value.item() if isinstance(value, np.generic) else value
     if type(value) in (list, tuple, set, frozenset):
@@ -58,13 +57,13 @@ def _encoded_object(value: Any, where: str) -> Any:
     raise WorkloadError(
         f"the preprocessor's {where}",
         f"a {kind.__module__}.{kind.__qualname__}",
-        "a preprocessor is kept with its run as data: numbers, text, arrays, lists and dicts",
-        "what is a function belongs into its class as a method, and its class to the top of a file",
+        "a run stores its preprocessor as data: numbers, text, arrays, lists and dicts",
+        "make a function a method of its class, and define the class at the top level of a file",
     )
 
 
 def decoded(found: Any) -> Any:
-    """The value that was encoded. Raises ValueError, KeyError or TypeError where it is none."""
+    """The value that was encoded. Raises ValueError, KeyError or TypeError for anything else."""
     if not isinstance(found, dict):
         return found
     kind, content = next(iter(found.items()))
@@ -102,7 +101,7 @@ def _decoded_object(kind: str, content: Any, found: dict[str, Any]) -> Any:
     if kind == "class":
         made_of = _named(content)
         if not (isinstance(made_of, type) and _transforms(made_of)):
-            raise ValueError(f"{content} is no class that transforms rows")
+            raise ValueError(f"{content} is not a class that transforms rows")
         made: Any = object.__new__(made_of)
         state = {name: decoded(entry) for name, entry in found["state"].items()}
         if hasattr(made, "__setstate__"):
@@ -110,7 +109,7 @@ def _decoded_object(kind: str, content: Any, found: dict[str, Any]) -> Any:
         else:
             made.__dict__.update(state)
         return made
-    raise ValueError(f"it holds {kind!r}, which is not known")
+    raise ValueError(f"it holds {kind!r}, which is unknown")
 
 
 def _transforms(kind: type) -> bool:
@@ -118,13 +117,13 @@ def _transforms(kind: type) -> bool:
 
 
 def _named(path: str) -> Any:
-    """The class or function of that name. A module runs code when it is imported, so that only Ray's own are."""
+    """The class or function of that name. Importing a module runs its code, so only Ray's own modules are imported."""
     module, _, name = path.partition(":")
     try:
         if f"{module}.".startswith(TRUSTED_FUNCTIONS):
             importlib.import_module(module)
         elif module not in sys.modules:
-            raise ImportError(f"no module that is in use has the name {module!r}")
+            raise ImportError(f"no imported module has the name {module!r}")
         found: Any = sys.modules[module]
         for part in name.split("."):
             found = getattr(found, part)

@@ -1,11 +1,11 @@
-"""A workload's preprocessor: fitted once on the train split, applied to all splits as they are read, kept with the run.
+"""A workload's preprocessor: fitted once on the train split, applied to all splits as they are read, stored with the
+run.
 
-It is one of Ray Data's (`ray.data.preprocessors`), or any object with `transform(columns)` and, if it has something to
-fit, `fit(columns)`. Ray's own format of a preprocessor is a pickle. Here its state, which is data, is written as JSON,
-with the path of its class; a reader looks that class up among the modules in use and runs nothing else.
+It is one of Ray Data's (`ray.data.preprocessors`), or any object with `transform(columns)` and, if it needs fitting,
+`fit(columns)`. Ray's own format of a preprocessor is a pickle. Here its state, which is data, is written as JSON with
+the path of its class; a reader looks that class up among the imported modules and runs nothing else.
 
-    load(run_folder) -> the fitted preprocessor, or None;  apply(preprocessor, columns) -> columns
-"""
+load(run_folder) -> the fitted preprocessor, or None; apply(preprocessor, columns) -> columns"""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from scaleray.workload import call_user_code
 
 
 class Blocks:
-    """Blocks of rows in place of a Ray Dataset while a preprocessor is fitted."""
+    """Blocks of rows that replace a Ray Dataset while a preprocessor is fitted."""
 
     def __init__(self, blocks: Iterable[Any]) -> None:
         self.blocks = list(blocks)
 
     def map_batches(self, function: Callable[[Any], Any], *, batch_format: str = "numpy", **options: Any) -> Blocks:
-        """The blocks that a function makes of each; options say how Ray would spread the work."""
+        """The results of a function for each block; options for Ray's distribution of the work are ignored."""
         from ray.data.block import BlockAccessor
 
         return Blocks(BlockAccessor.batch_to_block(function(batch)) for batch in self.iter_batches(batch_format))
@@ -70,7 +70,7 @@ class Blocks:
 
 
 class _Whole:
-    """All rows as one group, whose aggregates come as the only row of a table."""
+    """All rows as one group, whose aggregates are the only row of a table."""
 
     def __init__(self, rows: Blocks) -> None:
         self.rows = rows
@@ -84,8 +84,8 @@ class _Whole:
 
 
 def fit_in_process(preprocessor: Any, tables: Sequence[Any]) -> None:
-    """Fit one of Ray Data's preprocessors on tables of rows. Raises ClusterError where it asks for more of a Dataset
-    than can be had without Ray."""
+    """Fit one of Ray Data's preprocessors on tables of rows. Raises ClusterError if it needs a part of a Dataset that
+    is unavailable without Ray."""
     with _results_at_hand():
         try:
             preprocessor.fit(Blocks(tables))
@@ -95,15 +95,15 @@ def fit_in_process(preprocessor: Any, tables: Sequence[Any]) -> None:
             raise ClusterError(
                 f"preprocessor() {type(preprocessor).__name__}",
                 "not fitted",
-                f"its fit asks for {exc.name} of a Ray Dataset, and this command runs without Ray",
-                "leave --local out, or return one that is fitted",
+                f"its fit needs {exc.name} of a Ray Dataset, but this command runs without Ray",
+                "leave --local out, or return a fitted one",
             ) from exc
 
 
 @contextlib.contextmanager
 def _results_at_hand() -> Iterator[None]:
-    """Context in which Ray's preprocessors take results that are here already for those of tasks: `ray.get` would start
-    a cluster."""
+    """Context in which Ray's preprocessors treat existing results as those of tasks, since `ray.get` would start a
+    cluster."""
     from ray.data.preprocessors import utils
 
     if not hasattr(utils, "ray"):  # another version of Ray gets its results in another way
@@ -124,10 +124,9 @@ def is_rays(preprocessor: Any) -> bool:
 
 
 def fit(preprocessor: Any, source: Source) -> Any:
-    """The preprocessor, fitted on all rows of `source` unless it is fitted or has nothing to fit.
+    """The preprocessor, fitted on all rows of `source` unless it is already fitted or needs no fit.
 
-    Ray's are fitted by Ray Data, without Ray in this process. Raises WorkloadError where its code fails.
-    """
+    Ray Data fits its own, or this process does without Ray. Raises WorkloadError if its code fails."""
     name = type(preprocessor).__name__
     if is_rays(preprocessor):
         if preprocessor.fit_status().value in ("FITTED", "NOT_FITTABLE"):
@@ -153,7 +152,7 @@ def fit(preprocessor: Any, source: Source) -> Any:
 
 
 def apply(preprocessor: Any, rows: Columns, *, allows_text: bool = False) -> Columns:
-    """Columns as a fitted preprocessor makes them. Ray's get those of one dimension; what has more is passed by."""
+    """Columns after a fitted preprocessor. Ray's get only the columns of one dimension; others bypass them."""
     name = type(preprocessor).__name__
     num_rows = rows_in(rows)
     aside: Columns = {}
@@ -202,8 +201,8 @@ class Preprocess:
 
 
 def save(preprocessor: Any, folder: str) -> None:
-    """Write a fitted preprocessor into a run's folder, local or a URI. Raises WorkloadError where its state is more
-    than data."""
+    """Write a fitted preprocessor into a run's folder, local or a URI. Raises WorkloadError if its state is not only
+    data."""
     text = json.dumps({"format": FORMAT, "preprocessor": encoded(preprocessor, type(preprocessor).__name__)}, indent=1)
     filesystem, inner = open_filesystem(folder)
     with filesystem.open_output_stream(f"{inner}/{FILE}") as file:
@@ -211,11 +210,10 @@ def save(preprocessor: Any, folder: str) -> None:
 
 
 def load(folder: str, module_name: Callable[[str], str] = str) -> Any:
-    """The fitted preprocessor of a run's folder, or None where the run had none. module_name: name here of the module
-    that a class was in.
+    """The fitted preprocessor of a run's folder, or None if the run had none. module_name: maps a class's recorded
+    module to its name here.
 
-    Its class must be importable, or be in a workload file that is loaded already. Raises CheckpointError.
-    """
+    Its class must be importable, or be in a workload file that is already loaded. Raises CheckpointError."""
     import pyarrow.fs
 
     filesystem, inner = open_filesystem(folder)
@@ -254,7 +252,7 @@ def _dataset(source: Source) -> Any:
 
 
 def _tables(source: Source) -> Iterator[Any]:
-    """The rows of a source as tables, without the columns of more than one dimension. NaN is null, as it was in a
+    """The rows of a source as tables, without the columns of more than one dimension. NaN becomes null, as it was in a
     file."""
     import pyarrow as pa
 

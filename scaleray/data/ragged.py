@@ -1,9 +1,8 @@
 """Columns whose rows differ in size: all values one after another, and where each row begins.
 
 Such a column is cut, indexed and joined like an array with the rows along dimension 0, without a Python object for each
-row, and travels through Ray's object store as two arrays, or three: of rows that differ in more than their length, as
-images do, it has the shape of each.
-"""
+row, and goes through Ray's object store as two arrays, or three: if rows differ in more than their length, as images
+do, it also has the shape of each."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Sequence[Any]) -> Ragged:
-        """The column of these rows, arrays or lists of as many dimensions."""
+        """The column of these rows, which are arrays or lists of equal dimensionality."""
         arrays = [np.asarray(row) for row in rows]
         full = [array for array in arrays if len(array)] or arrays[:1]  # an empty list has no type of its own
         shapes = np.array([array.shape for array in arrays]) if len({array.shape[1:] for array in full}) > 1 else None
@@ -80,11 +79,11 @@ class Ragged:
         return Ragged(self.values[np.arange(offsets[-1]) + moved], offsets, shapes)
 
     def with_values(self, values: np.ndarray) -> Ragged:
-        """A column of these values, whose rows have the same sizes."""
+        """A column of these values with the same row sizes."""
         return Ragged(values, self.offsets, self.shapes)
 
     def copy(self) -> Ragged:
-        """The same column in memory of its own."""
+        """A copy of the column."""
         return Ragged(
             np.array(self.values), np.array(self.offsets), None if self.shapes is None else np.array(self.shapes)
         )
@@ -131,7 +130,7 @@ def _has_length(row: Any) -> bool:
 
 
 def concatenated(columns: Sequence[Any]) -> Any:
-    """Columns of one name, arrays or ragged ones, one after another in memory of its own."""
+    """Columns of one name, arrays or ragged ones, concatenated as a copy."""
     if not any(isinstance(column, Ragged) for column in columns):
         return np.concatenate(columns)
     have_shapes = any(isinstance(column, Ragged) and column.shapes is not None for column in columns)
@@ -143,12 +142,12 @@ def concatenated(columns: Sequence[Any]) -> Any:
 
 
 def joined(blocks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The columns of several blocks of rows, one block after another, in memory of their own."""
+    """The columns of several blocks of rows, concatenated as copies."""
     return {name: concatenated([block[name] for block in blocks]) for name in blocks[0]}
 
 
 def with_ragged(columns: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Columns, of which these are ragged even where all rows happen to have one length."""
+    """Columns, these of which are ragged even if all rows happen to have one length."""
     return {**columns, **{name: as_ragged(columns[name]) for name in names if name in columns}}
 
 

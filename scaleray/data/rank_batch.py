@@ -1,4 +1,4 @@
-"""One rank's rows of one step, as reading hands them to the training."""
+"""One rank's rows of one step, as passed from reading to training."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from scaleray.data.source_interface import Columns
 
 @dataclass(frozen=True)
 class TokenCuts:
-    """Micro-batches of a step of tokens. edges: where they begin in this rank's rows, and the end. most: number of
-    micro-batches of the rank that has most."""
+    """Micro-batches of a step of tokens. edges: their bounds in this rank's rows. most: number of micro-batches of the
+    rank with the most."""
 
     edges: tuple[int, ...]
     most: int
@@ -19,27 +19,26 @@ class TokenCuts:
 
 @dataclass(frozen=True)
 class RankBatch:
-    """One rank's rows of one step. `num_rows` is 0 when a partial batch had none left for this rank.
+    """One rank's rows of one step. `num_rows` is 0 if a partial batch had none left for this rank.
 
-    Then the arrays hold one placeholder row, whose loss must not count: every rank has to run the step. cuts: its
-    micro-batches, where these are counted in tokens.
-    """
+    Then the arrays hold one placeholder row, whose loss must not count: every rank must run the step. cuts: its
+    micro-batches, if counted in tokens."""
 
     step: int
     columns: Columns
     num_rows: int
     cuts: TokenCuts | None = None
     made: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
-    """Micro-batches that `collate` has made already, by their first row and their end, once for each loss."""
+    """Micro-batches already made by `collate`, by their first row and their end, once for each loss."""
 
     def take(self, start: int, stop: int) -> Made | None:
-        """The micro-batch of these rows, if it is made already; it is then the caller's own."""
+        """The micro-batch of these rows, if it is already made; it then belongs to the caller."""
         there = self.made.get((start, stop))
         return Made(there.pop()) if there else None
 
 
 @dataclass(frozen=True)
 class Made:
-    """A micro-batch as `collate` has made it."""
+    """A micro-batch made by `collate`."""
 
     batch: Any

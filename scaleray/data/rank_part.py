@@ -1,4 +1,4 @@
-"""Part of a step plan that one rank reads: which rows of which steps, in which order."""
+"""Part of a step plan that one rank reads: rows of steps, in order."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Part:
         return max(1, size // self.world_size if self.shares is None else self.shares[self.rank])
 
     def positions(self, steps: range) -> np.ndarray:
-        """Positions in the plan's order of the rows to read for these steps;
-        one placeholder row for a step where the rank has none."""
+        """Positions in the plan's order of the rows to read for these steps; one placeholder row for a step in which
+        the rank has none."""
         positions = (self.plan.positions(step, self.rank, self.world_size, self.shares) for step in steps)
         own = [p if len(p) else self.plan.positions(step)[:1] for step, p in zip(steps, positions, strict=True)]
         return np.concatenate(own)
 
     def num_rows(self, step: int) -> int:
-        """Number of this rank's rows in this step, placeholders not counted."""
+        """Number of this rank's rows in this step, without placeholders."""
         part = self.plan.rank_slice(step, self.rank, self.world_size, self.shares)
         return part.stop - part.start
 
     def token_cuts(self, step: int) -> TokenCuts | None:
-        """This rank's micro-batches of this step, where they are counted in tokens."""
+        """This rank's micro-batches of this step, if counted in tokens."""
         return self.plan.token_cuts(step, self.rank, self.world_size)

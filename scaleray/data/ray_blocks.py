@@ -1,4 +1,4 @@
-"""Blocks of rows of a part that Ray delivers: by tasks on any node, or as the shard of a Ray Dataset."""
+"""Blocks of rows of a part, delivered by Ray: by tasks on any node, or as the shard of a Ray Dataset."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _read_in_task(sources: list[Any], part: Part, steps: range) -> Columns:
 
 @functools.lru_cache(maxsize=2)  # a training alternates between two splits
 def _source_in_task(reference: Any) -> Source:
-    """The source, unpickled once in each process that reads it and not for every task."""
+    """The source, unpickled once in each reading process instead of for every task."""
     import ray
 
     source: Source = ray.get(reference)
@@ -62,8 +62,8 @@ def _source_in_task(reference: Any) -> Source:
 def stream_blocks(
     iterator: Any, part: Part, *, shuffle: bool, window_rows: int, allows_text: bool = False
 ) -> Iterator[tuple[int, Columns]]:
-    """A Ray Dataset's shard for this rank, epoch after epoch, in whatever order it comes: the number of the epoch, and
-    rows of it. allows_text: of `as_column`."""
+    """A Ray Dataset's shard for this rank, epoch after epoch, in order of arrival: the number of the epoch, and rows of
+    it. allows_text: of `as_column`."""
     batch_rows = max(1, part.plan.global_batch_size // part.world_size)
     first_epoch, passed = part.plan.place(part.first_step)
     skipped = passed // part.world_size  # read again and left out: a stream cannot start in the middle
@@ -116,7 +116,7 @@ def _change_in_task(transforms: list[Any], rows: Columns, seeds: np.ndarray) -> 
 
 
 def starvation_reason() -> str | None:
-    """Sentence that explains a late input under Ray, where the cluster has no CPU free for the reading tasks."""
+    """Sentence that explains a late input under Ray, if the cluster has no free CPU for the reading tasks."""
     import ray
 
     free = ray.available_resources().get("CPU", 0.0)

@@ -1,10 +1,9 @@
 """A Ray Dataset as the data of a split: streamed by Ray Data, in an order of its own.
 
-A row of a stream has no number that its random numbers could follow from, as they do elsewhere. They follow from its
-values instead, with the seed, the split and the epoch: so a row is the same in whatever order it comes, on any number
-of workers and after a resume, and rows that are equal draw alike. The epoch is known where the stream is read, and not
-in Ray Data's own tasks; so a `transform` runs in tasks of the worker that reads it.
-"""
+A row of a stream has no number to seed its random numbers. They depend on its values instead, with the seed, the split
+and the epoch: so a row is the same in any order of arrival, on any number of workers and after a resume, and equal rows
+draw equal numbers. The epoch is known where the stream is read, but not in Ray Data's own tasks; so a `transform` runs
+in tasks of the worker that reads it."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ class StreamSource:
         self.dataset = dataset
         self.num_rows = dataset.count() if num_rows is None else num_rows
         self.preprocessor: Any = None
-        """The fitted preprocessor through which the rows go."""
+        """The fitted preprocessor that the rows go through."""
         self.transform: Step | None = None
         """Changes to the rows after Ray Data has read them."""
         self.row_bytes = 1024
@@ -68,7 +67,7 @@ def _preprocessed(step: Preprocess, rows: Columns) -> Columns:
 
 
 def seeds_of_values(rows: Columns, plan: StepPlan, epoch: int) -> np.ndarray:
-    """Seeds of rows that have no number, uint64 (n,): they follow from seed, split, epoch and the rows' values."""
+    """Seeds of rows without a number, uint64 (n,), computed from seed, split, epoch and the rows' values."""
     digests = [hashlib.blake2b(digest_size=8) for _ in range(rows_in(rows))]
     for _, column in sorted(rows.items()):
         for digest, row in zip(digests, column, strict=True):

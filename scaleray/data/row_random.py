@@ -1,9 +1,8 @@
 """Random numbers for a transform: each row of a block draws from its own seed.
 
-Counter-based (splitmix64, Steele et al. 2014): a number follows from the row's seed, the number of the call and its
-place in the row, by arithmetic that knows no other row. So a row draws the same numbers in every process, with any
-other rows, on any number of workers and after a resume; and a block is drawn with vector instructions.
-"""
+Counter-based (splitmix64, Steele et al. 2014): a number is computed from the row's seed, the number of the call and its
+position in the row, independently of other rows. So a row draws the same numbers in every process, with any other rows,
+on any number of workers and after a resume; and a block is drawn with vector instructions."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # the increment of splitmix64
 
 
 class RowRandom:
-    """Random numbers of the rows of a block. Every method gives arrays whose first dimension is the rows, and other
+    """Random numbers of the rows of a block. Every method returns arrays whose first dimension is the rows, and new
     numbers with every call. seeds: one for each row, uint64 (n,)."""
 
     def __init__(self, seeds: np.ndarray) -> None:
@@ -43,9 +42,9 @@ class RowRandom:
         return result
 
     def integers(self, low: int, high: int | None = None, shape: int | Sequence[int] = ()) -> np.ndarray:
-        """Whole numbers from `low` to below `high` (from 0 to below `low` where it is alone), int64 (n, *shape).
+        """Whole numbers from `low` to below `high` (from 0 to below `low` if it is alone), int64 (n, *shape).
 
-        low, high: numbers, or arrays that fit (n, *shape): a limit of its own for each row."""
+        low, high: numbers, or arrays that broadcast to (n, *shape): a separate limit for each row."""
         first, end = (0, low) if high is None else (low, high)
         if np.any(np.asarray(end) <= np.asarray(first)):
             raise ValueError(f"integers({first}, {end}): the upper limit must be above the lower one")

@@ -1,16 +1,15 @@
-"""Random numbers that are drawn while rows are read: found at the start, and seeded for each row.
+"""Random numbers that are drawn while rows are read: detected at the start, and seeded for each row.
 
-A Dataset draws its random transforms from the global generators of torch, numpy or `random`. Those belong to the whole
+A Dataset draws its random transforms from the global generators of torch, numpy or `random`. These belong to the whole
 process: no thread can have its own, and a thread that seeded them would also seed the dropout of the training in the
 same process. So a source that draws is read only while no other code in its process draws: by Ray tasks, which run one
-at a time in processes of their own, or by a worker while its training thread waits for the rows (`blocks.LocalBlocks`).
+at a time in separate processes, or by a worker while its training thread waits for the rows (`blocks.LocalBlocks`).
 There the generators are seeded before each row, from the run's seed, the split, the epoch and the row
-(`StepPlan.row_seeds`), and put back after the last one. A row is then the same in every process, and training draws
-what it would have drawn anyway.
+(`StepPlan.row_seeds`), and restored after the last one. A row is then the same in every process, and the training's own
+random numbers do not change.
 
-Whether a source draws is seen from a few rows; one that does not is read ahead in a thread, at no cost. Random numbers
-from anywhere else (a generator object, the operating system, the clock) cannot be seeded, and are named instead.
-"""
+A few rows show whether a source draws; one that does not is read ahead in a thread, at no cost. Random numbers from
+anywhere else (a generator object, the operating system, the clock) cannot be seeded, and are reported instead."""
 
 from __future__ import annotations
 
@@ -35,11 +34,11 @@ UNSEEDED = "random numbers are seeded where they come from the global generators
 
 @dataclass(frozen=True)
 class RowValues:
-    """Finding on whether the values of a source's rows can be repeated.
-    difference: what shows that they cannot, in words. advice: what to do about that."""
+    """Finding on whether the values of a source's rows can be repeated. difference: the evidence that they cannot, in
+    words. advice: the remedy."""
 
     draw_random_numbers: bool = False
-    """Whether rows draw from a global generator of torch, numpy or Python, so that reading has to seed it."""
+    """Whether rows draw from a global generator of torch, numpy or Python, so that reading must seed it."""
     difference: str = ""
     advice: str = f"{UNSEEDED}: draw from those"
     draw_by_row: bool = False
@@ -52,7 +51,7 @@ class RowValues:
 
     @property
     def promise(self) -> str:
-        """Promise to the user, in words; empty for rows that are simply stored."""
+        """Promise to the user, in words; empty for stored rows."""
         if self.difference:
             return f"the values of the rows are not repeatable: {self.difference}"
         is_random = self.draw_random_numbers or self.draw_by_row
@@ -63,16 +62,15 @@ AS_STORED = RowValues()
 
 
 def row_values_of(source: Source) -> RowValues:
-    """Finding made when the source was made; for a source without one, that its rows are simply stored."""
+    """Finding made when the source was made; for a source without one, that its rows are stored."""
     found: RowValues = getattr(source, "row_values", AS_STORED)
     return found
 
 
 def look_at_rows(read_row: Callable[[int], Columns], rows: Sequence[int]) -> RowValues:
-    """Read each of these rows several times under one seed. The generators are afterwards as they were.
+    """Read each of these rows several times under one seed. The generators are restored.
 
-    A row that cannot be read is passed over: its error is reported with rank and step when its turn comes.
-    """
+    A row that cannot be read is skipped: its error is reported with rank and step in its turn."""
     draws = False
     with generators_kept():
         for row in rows:
@@ -93,12 +91,12 @@ def look_at_rows(read_row: Callable[[int], Columns], rows: Sequence[int]) -> Row
 
 
 def spread_rows(num_rows: int) -> list[int]:
-    """A few rows from the first to the last."""
+    """A few rows, evenly spread from the first to the last."""
     return np.unique(np.linspace(0, num_rows - 1, ROWS_LOOKED_AT).astype(int)).tolist() if num_rows else []
 
 
 def rows_to_look_at(source: Source) -> list[int]:
-    """A few rows that can be read at little cost: the first ones, where any other reads more."""
+    """Indices that are cheap to read: the first rows if random access is expensive."""
     if source.group_sizes is None and not hasattr(source, "read_on"):
         return spread_rows(source.num_rows)
     most = source.num_rows if source.group_sizes is None else source.group_sizes[0]
@@ -106,9 +104,8 @@ def rows_to_look_at(source: Source) -> list[int]:
 
 
 def read_alone(source: Source, indices: np.ndarray, seeds: Callable[[], np.ndarray]) -> Columns:
-    """Rows at `indices` (n,) from user code, which may draw random numbers: no other code in this process may
-    meanwhile. seeds: returns one seed for each row, uint64 (n,).
-    """
+    """Rows at `indices` (n,) from user code, which may draw random numbers; no other code in this process may draw
+    meanwhile. seeds: returns one seed for each row, uint64 (n,)."""
     if not row_values_of(source).draw_random_numbers:
         with generators_kept():
             before = generator_states()
@@ -122,10 +119,9 @@ def read_alone(source: Source, indices: np.ndarray, seeds: Callable[[], np.ndarr
 
 
 class RowByRow:
-    """Source of the user's own whose values are not simply stored: read one row at a time, each under its seed.
+    """User's source whose values are computed: read one row at a time, each under its seed.
 
-    A source that can only be read in groups is not read by row, as that would read a whole group for every row.
-    """
+    A source that can only be read in groups is not read by row, since that would read a whole group for every row."""
 
     def __init__(self, source: Source, row_values: RowValues = RowValues(draw_random_numbers=True)) -> None:
         self.source, self.row_values = source, row_values
@@ -149,12 +145,12 @@ class RowByRow:
         return joined(pieces)
 
     def describe(self) -> dict[str, Any]:
-        """Description that the source gives of itself."""
+        """The wrapped source's description."""
         return self.source.describe()
 
 
 def with_row_values(source: Source) -> Source:
-    """The user's own source, wrapped where its values have to be seeded or cannot be repeated."""
+    """The user's own source, wrapped if its values must be seeded or are not repeatable."""
     # one row of a source with groups reads a whole group
     rows = spread_rows(source.num_rows) if source.group_sizes is None else [0][: source.num_rows]
     found = look_at_rows(lambda row: source.read(np.array([row])), rows)
@@ -165,8 +161,7 @@ def with_row_values(source: Source) -> Source:
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """Context that leaves the global generators as they were, those of GPUs included, whatever is drawn or seeded
-    inside."""
+    """Context that restores the global generators, including those of GPUs, after any draws or seeding inside."""
     # all of them: in a thread that reads, the current GPU need not be the one of the training
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     from_torch, from_numpy, from_python = generator_states()
@@ -187,15 +182,14 @@ def generator_states() -> tuple[torch.Tensor, Any, Any]:
 
 
 def have_moved(before: tuple[torch.Tensor, Any, Any]) -> bool:
-    """Whether any of the global generators has left these states."""
+    """Whether any of the global generators has changed its state."""
     from_torch, from_numpy, from_python = generator_states()
     same_numpy = all(np.array_equal(ours, theirs) for ours, theirs in zip(from_numpy, before[1], strict=True))
     return not (torch.equal(from_torch, before[0]) and same_numpy and from_python == before[2])
 
 
 def first_difference(reads: list[Columns]) -> str | None:
-    """Name of the first column that is not the same in all of these reads, by shape, type and bits;
-    None where all are."""
+    """Name of the first column that differs between these reads, by shape, type or bits; None if none does."""
     first, *others = reads
     for name, values in first.items():
         if any(name not in other or _bits(values) != _bits(other[name]) for other in others):

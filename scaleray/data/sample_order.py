@@ -1,9 +1,8 @@
 """Samples that make up each step: a pure function of (seed, epoch, step), independent of the number of workers.
 
 A worker's part is a contiguous slice of the global batch, so any world size that divides it sees the same samples in
-the same order, and so do workers whose parts are not equally large. Nothing is stored: the position of any sample
-follows from arithmetic, which makes a start in the middle of an epoch as cheap as one at its beginning.
-"""
+the same order, and so do workers with unequal parts. Nothing is stored: the position of any sample is computed, so
+starting in the middle of an epoch is as cheap as at its beginning."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ class Permutation:
     """Pseudo-random order of range(size) that can be evaluated anywhere without being stored.
 
     An additive Feistel network over the grid a x b >= size (Black and Rogaway 2002, "Ciphers with arbitrary finite
-    domains"), with the few positions outside the range walked on until they fall inside.
-    """
+    domains"), iterating positions that fall outside the range until they are inside."""
 
     size: int
     key: int
@@ -64,7 +62,7 @@ def mixed(values: np.ndarray) -> np.ndarray:
 
 
 def _remainder(values: np.ndarray, divisor: np.uint64) -> np.ndarray:
-    """values % divisor. numpy divides by one number with vector instructions, but has none for the remainder."""
+    """values % divisor. numpy has vector instructions for division by one number, but not for the remainder."""
     result: np.ndarray = values - values // divisor * divisor
     return result
 
@@ -79,8 +77,7 @@ def stream_key(seed: int, *names: object) -> int:
 class Origin:
     """Starting point of a plan that continues another one with a batch of another size.
 
-    step: number of its first step; epoch and sample: how far the training was then, sample counted within the epoch.
-    """
+    step: number of its first step; epoch and sample: the training's position then, sample counted within the epoch."""
 
     step: int
     epoch: int
@@ -91,9 +88,8 @@ class Origin:
 class StepPlan:
     """Order of the samples of one split.
 
-    group_sizes: rows of each group that is read as one piece (a Parquet row group), or None where any row can be
-    read alone. With groups, the groups are permuted, and rows are shuffled within windows of `window_rows`.
-    """
+    group_sizes: rows of each group that is read as one piece (a Parquet row group), or None if any row can be read
+    alone. With groups, the groups are permuted, and rows are shuffled within windows of `window_rows`."""
 
     num_samples: int
     global_batch_size: int
@@ -103,15 +99,15 @@ class StepPlan:
     group_sizes: tuple[int, ...] | None = None
     window_rows: int = 100_000
     is_streamed: bool = False
-    """Whether the rows come from a stream in an order of its own; the plan then only counts them."""
+    """Whether the rows come from a stream with its own order; the plan then only counts them."""
     given_order: str = ""
-    """Promise in words where rows can only be iterated: the source then decides on their order, and the plan on how
-    many make up a step."""
+    """Promise in words if rows can only be iterated: the source then decides their order, and the plan the size of a
+    step."""
     is_dealt: bool = False
-    """Whether each worker iterates rows of its own, as many as the others."""
+    """Whether each worker iterates its own rows, as many as each of the others."""
     name: str = field(default="train")
     origin: Origin | None = None
-    """Place from which this plan holds, if the batch had another size before; None is the first step."""
+    """Place from which this plan applies, if the batch size was different before; None: the first step."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -145,7 +141,7 @@ class StepPlan:
         return min(self.global_batch_size, self.num_samples - start)
 
     def place(self, step: int) -> tuple[int, int]:
-        """Epoch of this step, and number of samples of that epoch that come before it."""
+        """Epoch of this step, and number of samples of that epoch before it."""
         if self.origin is None:
             epoch, in_epoch = divmod(step, self.steps_per_epoch)
             return epoch, in_epoch * self.global_batch_size
@@ -173,10 +169,9 @@ class StepPlan:
         return self.samples_at(self.positions(step))
 
     def rank_slice(self, step: int, rank: int, world_size: int, shares: Sequence[int] | None = None) -> slice:
-        """This rank's part of the global batch. A partial batch gives the first ranks one sample more.
+        """This rank's part of the global batch. In a partial batch the first ranks have one sample more.
 
-        shares: samples of a full batch by rank, where they are not equal; a partial batch is cut in their proportion.
-        """
+        shares: samples of a full batch by rank, if unequal; a partial batch is cut in proportion."""
         if shares is not None:
             return share_of(shares, rank, num_rows=self.num_rows(step))
         share, rest = divmod(self.num_rows(step), world_size)
@@ -197,11 +192,11 @@ class StepPlan:
         return np.arange(start + part.start, start + part.stop, dtype=np.int64)
 
     def token_cuts(self, step: int, rank: int, world_size: int) -> TokenCuts | None:
-        """A rank's micro-batches of a step, where they are counted in tokens; None where they are in rows."""
+        """A rank's micro-batches of a step, if counted in tokens; None if counted in rows."""
         return None
 
     def place_among_own(self, epoch: int, place: int, rank: int, world_size: int) -> int:
-        """Number of this rank's own rows of an epoch that come before the one at `place` of the whole epoch."""
+        """Number of this rank's own rows of an epoch before `place` in the whole epoch."""
         begin = self.origin.sample if self.origin is not None and self.origin.epoch == epoch else 0
         steps, inside = divmod(place - begin, self.global_batch_size)
         before = begin + steps * self.global_batch_size
@@ -218,8 +213,7 @@ class StepPlan:
         return result
 
     def row_seeds(self, positions: np.ndarray) -> np.ndarray:
-        """Seeds for reading the row at each position, uint64 (n,): they follow from seed, split, epoch and row
-        alone."""
+        """Seeds for reading the row at each position, uint64 (n,), computed from seed, split, epoch and row alone."""
         epochs = positions // self.num_samples
         seeds = self.samples_at(positions).astype(np.uint64)
         for epoch in np.unique(epochs):

@@ -19,33 +19,32 @@ HASH_LIMIT_BYTES = 2**31  # larger files are identified by names and sizes: hash
 
 
 def rows_in(columns: Mapping[str, Any]) -> int:
-    """Number of rows of a block of columns, of which there is at least one."""
+    """Number of rows of a block of at least one column."""
     return len(next(iter(columns.values())))
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Interface that the pipeline needs of a data source."""
+    """Interface of a data source for the pipeline."""
 
     num_rows: int
     row_bytes: int
-    """Approximate bytes that a row takes in memory; decides how many steps one task reads."""
+    """Approximate bytes of a row in memory, which decide how many steps one task reads."""
     tokens_per_row: int | None
     group_sizes: tuple[int, ...] | None
-    """Number of rows of each piece that can only be read whole, in row order; None where any row can be read alone."""
+    """Number of rows of each piece that can only be read whole, in row order; None if any row can be read alone."""
 
     def read(self, indices: np.ndarray) -> Columns:
         """The rows at `indices` (n,), in that order."""
 
     def describe(self) -> dict[str, Any]:
-        """Kind, rows, bytes and SHA-256 (and what was hashed), for the run's record."""
+        """Kind, rows, bytes and SHA-256 (and the part that was hashed), for the run's record."""
 
 
 def as_numbers(name: str, value: Any, *, allows_text: bool = False) -> np.ndarray:
-    """A value as an array of numbers that torch can take. name: of its column. Raises DataError for anything else.
+    """A value as an array of numbers for torch. name: of its column. Raises DataError for anything else.
 
-    allows_text: text, too, which a preprocessor or a transform will make numbers of.
-    """
+    allows_text: also allow text, which a preprocessor or a transform converts to numbers."""
     try:
         array = value.numpy(force=True) if hasattr(value, "numpy") and hasattr(value, "detach") else np.asarray(value)
     except ValueError as exc:
@@ -71,22 +70,22 @@ def as_numbers(name: str, value: Any, *, allows_text: bool = False) -> np.ndarra
 
 
 _ADVICE = {
-    "NoneType": "fill in what is missing, or leave the row out",
-    "Decimal": "convert the column by float() or int()",
-    "dict": "give each of its keys as a column of its own",
+    "NoneType": "fill in the missing values, or leave the row out",
+    "Decimal": "convert the column with float() or int()",
+    "dict": "make each of its keys a separate column",
     "list": "give rows of one length, or of one dimension that may differ",
 }
 """Remedy for values of a type, other than converting them to numbers in the workload."""
 
 
 def _of_objects(name: str, array: np.ndarray) -> DataError:
-    """Error that names the type of the first value that is no number, and its place."""
+    """Error that names the type and place of the first value that is not a number."""
     values = array.ravel().tolist()
     is_number = lambda value: isinstance(value, int | float | complex | np.number | np.bool_)
     place = next((n for n, value in enumerate(values) if not is_number(value)), 0)
     kind = type(values[place]).__name__ if values else "object"
     where = f"value {place} of column {name}" if array.ndim else f"column {name}"
-    advice = "make numbers of it, in datasets() or in the workload's transform() or preprocessor(), or leave it out"
+    advice = "convert it to numbers, in datasets() or in the workload's transform() or preprocessor(), or leave it out"
     found = "nothing (None)" if kind == "NoneType" else f"a {kind}, {str(values[place])[:40] if values else ''}"
     return DataError(where, found, "columns hold numbers", _ADVICE.get(kind, advice))
 
@@ -96,8 +95,8 @@ def _is_text(array: np.ndarray) -> bool:
 
 
 def as_column(name: str, value: Any, *, allows_text: bool = False) -> Any:
-    """Rows of numbers as an array, or as a Ragged column where their lengths differ. Raises DataError.
-    allows_text: of `as_numbers`."""
+    """Rows of numbers as an array, or as a Ragged column if their lengths differ. Raises DataError. allows_text: of
+    `as_numbers`."""
     if isinstance(value, Ragged):
         return value.with_values(as_numbers(name, value.values))
     if isinstance(value, np.ndarray) and value.ndim and value.dtype == object and not (allows_text and _is_text(value)):
@@ -110,14 +109,14 @@ def as_column(name: str, value: Any, *, allows_text: bool = False) -> Any:
 
 
 def check_dimensions(rows: Sequence[np.ndarray], what: str) -> None:
-    """Raise DataError for rows that differ in their number of dimensions, or have none while they differ."""
+    """Raise DataError for rows that differ in their number of dimensions, or that differ and have none."""
     dimensions = {row.ndim for row in rows if row.size or row.ndim != 1}
     if len(dimensions) > 1 or 0 in dimensions:
         raise DataError(
             what,
             f"rows of shapes {sorted({row.shape for row in rows})[:4]}",
-            "rows may differ in size, and need equally many dimensions",
-            "bring them to one form where they are read, such as grey images to colour",
+            "rows may differ in size, but not in their number of dimensions",
+            "convert them to one form when they are read, such as grey images to colour",
         )
 
 
@@ -125,7 +124,7 @@ HASH_BLOCK_BYTES = 2**24
 
 
 def hash_blocks(blocks: Iterable[Any], *, num_bytes: int) -> str:
-    """SHA-256 of blocks of bytes one after the other, `num_bytes` in all."""
+    """SHA-256 of consecutive blocks of bytes, `num_bytes` in total."""
     digest = hashlib.sha256()
     with stage("hashing the data", total=num_bytes / 2**20, unit="MiB") as hashing:
         for block in blocks:

@@ -1,8 +1,7 @@
-"""Sources of rows. A source reads any rows by index; how they are ordered and shared is the step plan's business.
+"""Sources of rows. A source reads any rows by index; the step plan decides their order and shares.
 
-A source travels once to the Ray object store and is read by Ray tasks on any node, so it must be picklable, and a
-path inside it must be visible on every node.
-"""
+A source is put once into the Ray object store and is read by Ray tasks on any node, so it must be picklable, and a path
+inside it must be visible on every node."""
 
 from __future__ import annotations
 
@@ -42,11 +41,11 @@ class ArraySource:
 
     group_sizes: tuple[int, ...] | None = None
     row_s = 0.0
-    """Seconds that reading a row takes: it is copied."""
+    """Seconds to read a row: it is copied."""
     notes: tuple[str, ...] = ()
-    """Notes for the user on how these rows are read, for the start of a run and its record."""
+    """Notes for the user on reading these rows, for the start of a run and its record."""
     beside: Mapping[str, Sequence[Any]] = {}
-    """Columns that no batch has and by which people know the rows, such as names of files."""
+    """Columns that identify rows for people but are not in batches, such as names of files."""
 
     def __init__(
         self, arrays: Mapping[str, Any], *, tokens_per_row: int | None = None, allows_text: bool = False
@@ -69,7 +68,7 @@ class ArraySource:
         self.ragged_columns = tuple(name for name, array in self.arrays.items() if isinstance(array, Ragged))
         by_column = [self.arrays[name].lengths for name in self.ragged_columns]
         self.lengths = np.max(by_column, axis=0) if by_column else None
-        """Length of each row (its longest column); None where all rows have one."""
+        """Length of each row (its longest column); None if all rows have the same."""
 
     def read(self, indices: np.ndarray) -> Columns:
         return {name: array[indices] for name, array in self.arrays.items()}
@@ -102,10 +101,9 @@ class TokenSource:
     """One long sequence of tokens or bytes, cut into samples of `sequence_length` + 1 (input and its next tokens).
 
     tokens: a one-dimensional integer array in memory, or the path of a raw binary file of `dtype`, read by memory map.
-    Rows overlap by one token, so that every token but the first is predicted once an epoch. Column: `tokens`.
-    lanes: cut the sequence into so many contiguous parts of equal length, of which each row continues the one `lanes`
-    rows before it, for `scaleray.CarriedState`; columns `lane` and `place` number the part and the row in it.
-    """
+    Rows overlap by one token, so that every token but the first is predicted once an epoch. Column: `tokens`. lanes:
+    cut the sequence into so many contiguous parts of equal length, such that each row continues the one `lanes` rows
+    before it, for `scaleray.CarriedState`; columns `lane` and `place` number the part and the row in it."""
 
     group_sizes: tuple[int, ...] | None = None
     row_s = 0.0
@@ -167,9 +165,8 @@ class TokenSource:
 class DatasetSource:
     """A map-style torch Dataset whose items are tuples or dicts of numbers, arrays or tensors, of any size.
 
-    Tuples arrive in the loss as tuples, dicts as dicts. Whether items draw random numbers is seen from a few of them.
-    as_given: recorded before any split was read; None records it now.
-    """
+    Tuples arrive in the loss as tuples, dicts as dicts. A few items show whether they draw random numbers. as_given:
+    recorded before any split was read; None records it now."""
 
     group_sizes: tuple[int, ...] | None = None
     tokens_per_row: int | None = None
@@ -181,7 +178,7 @@ class DatasetSource:
         self.dataset, self.allows_text = dataset, allows_text
         self.num_rows = length_of(dataset)
         self.lengths = getattr(dataset, "lengths", None)
-        """Length of each row, where the Dataset has them as an attribute `lengths`."""
+        """Length of each row, if the Dataset has them as an attribute `lengths`."""
         with generators_kept():
             first = self._item(0) if self.num_rows else ()
         if self.num_rows and self.as_given.problem is not None:
@@ -201,9 +198,9 @@ class DatasetSource:
 
         self.row_values = look_at_rows(timed_row, spread_rows(self.num_rows))
         self.ragged_columns = tuple(name for name, found in shapes.items() if len(found) > 1)
-        """Columns of which a few rows differ in length."""
+        """Columns in which a few rows differ in length."""
         self.row_s = statistics.median(seconds.values()) if seconds else 0.0
-        """Seconds that reading a row takes: the median of a few."""
+        """Seconds to read a row: the median of a few."""
 
     def read(self, indices: np.ndarray) -> Columns:
         """Read the rows at `indices` (n,), in that order; random transforms run under one seed."""
@@ -223,8 +220,7 @@ class DatasetSource:
             yield self._row(int(index), int(seed))
 
     def _filled(self, rows: Iterator[Columns], num_rows: int) -> Columns:
-        """Columns of so many rows, each of which is written into its place as soon as it is read, as far as rows have
-        one length."""
+        """Columns of so many rows, each written into its place as soon as it is read, if rows have equal lengths."""
         columns: Columns = {}
         uneven: dict[str, list[np.ndarray]] = {name: [] for name in self.ragged_columns}
         for number, row in enumerate(rows):
@@ -277,7 +273,7 @@ class DatasetSource:
             return call_user_code(lambda: self.dataset[index], what=what, doing="reading the data")
 
     def _check_other_threads(self) -> None:
-        """Raise DataError for a Dataset that cannot be read by another thread than the one that made it."""
+        """Raise DataError for a Dataset that can be read only in the thread that made it."""
         errors: list[Exception] = []
 
         def read() -> None:
@@ -292,7 +288,7 @@ class DatasetSource:
         reader.join()
         if errors and (problem := self.as_given.problem) is not None:
             why = first_line(errors[0].__cause__ or errors[0])
-            allowed = f"it can be used neither in another process nor in the thread that reads the rows ({why})"
+            allowed = f"it cannot be used in another process or in the thread that reads the rows ({why})"
             hint = problem.hint.partition("; --local")[0]
             raise DataError(problem.what, problem.found, allowed, hint) from errors[0]
 
@@ -310,7 +306,7 @@ class DatasetSource:
         self.dataset = self.as_given.copy()
 
     def _own_columns(self, item: Any) -> Columns:
-        """Copy of a row, which may be memory of the Dataset that the next read changes."""
+        """Copy of a row, which may be the Dataset's own memory and change with the next read."""
         return {name: values.copy() for name, values in self._columns_of(item).items()}
 
     def _columns_of(self, item: Any) -> Columns:
@@ -320,7 +316,7 @@ class DatasetSource:
 
 
 def length_of(dataset: Any) -> int:
-    """Number of rows that a Dataset reports. Raises WorkloadError where its `__len__` gives none."""
+    """Number of rows that a Dataset reports. Raises WorkloadError if its `__len__` returns none."""
     what = f"{type(dataset).__name__}.__len__()"
     try:
         return int(call_user_code(lambda: len(dataset), what=what, doing="reading the data"))
@@ -331,6 +327,6 @@ def length_of(dataset: Any) -> int:
 
 
 IN_MEMORY = (ArraySource, TokenSource)
-"""Sources whose rows lie in memory or in a mapped file, so that reading them is copying."""
+"""Sources whose rows are in memory or in a mapped file, so reading is copying."""
 STORED = (ArraySource, TokenSource, ParquetSource)
-"""Sources whose rows are read by scaleray alone, and are what is stored."""
+"""Sources that only scaleray reads, and whose rows are the stored values."""

@@ -17,13 +17,13 @@ from scaleray.data.sources import IN_MEMORY
 from scaleray.data.transformed import Step, under_transforms
 from scaleray.errors import DataError
 
-COLLATE_ADVICE = "make a batch of its rows alone, and draw random numbers in transform(rows, rng)"
+COLLATE_ADVICE = "make a batch depend only on its rows, and draw random numbers in transform(rows, rng)"
 CHEAP_ROW_S = 50e-6  # a task hands a row over in about that time, and decoding takes several times as much
 
 
 @dataclass(frozen=True)
 class Split:
-    """Facts about one split that workers need to know without holding its rows."""
+    """Facts about one split for workers that do not hold its rows."""
 
     name: str
     num_rows: int
@@ -34,17 +34,17 @@ class Split:
     is_streamed: bool
     row_values: RowValues = AS_STORED
     is_in_memory: bool = False
-    """Whether reading its rows is copying them."""
+    """Whether reading its rows only copies them."""
     row_s: float | None = None
-    """Seconds that reading a row took, where it was measured."""
+    """Measured seconds to read a row, if any."""
     is_sequential: bool = False
-    """Whether its rows can only be iterated, so that every worker reads all of them unless they are dealt out."""
+    """Whether its rows can only be iterated, so every worker reads all of them unless they are dealt out."""
     dealt_by: str = ""
-    """How its rows are dealt out to the workers that train on them; "" where they are not."""
+    """How its rows are dealt out to the workers that train on them; "" if they are not."""
     lengths: Lengths | None = None
-    """Lengths of the rows, where the source knows them."""
+    """Lengths of the rows, if the source has them."""
     lanes: int | None = None
-    """Number of contiguous parts whose rows follow each other, so many rows apart; None: rows stand alone."""
+    """Number of contiguous parts whose rows continue each other at this distance; None: rows are independent."""
     collate: CollateLook | None = None
     """Result of calling the workload's `collate` on a few rows, if it has one."""
     transform: Step | None = None
@@ -52,7 +52,7 @@ class Split:
 
     @classmethod
     def of(cls, name: str, source: Source, workload: Any = None) -> Split:
-        """Collect the facts of a source, and with a workload those of its `collate`, which is called for that."""
+        """Collect the facts of a source, and, with a workload, those of its `collate`, which is called for that."""
         values, collate = row_values_of(source), CollateLook.at(workload, source)
         if collate is not None and not collate.is_repeatable and not values.difference:
             values = dataclasses.replace(values, difference=collate.why_in_turn, advice=COLLATE_ADVICE)
@@ -77,13 +77,13 @@ class Split:
 
     @property
     def size(self) -> DataSize:
-        """Size of the data, which a recipe needs to know."""
+        """Size of the data, for a recipe."""
         lengths = self.lengths
         packed = (None, None) if lengths is None else (lengths.total, lengths.longest)
         return DataSize(self.num_rows, self.tokens_per_row, *packed)
 
     def read_by(self, readers: str) -> str:
-        """Reader of the rows under this value of `data.readers`: `worker` or `ray`."""
+        """Reader of the rows for this value of `data.readers`: `worker` or `ray`."""
         if self.is_streamed or self.is_sequential:
             return "worker" if self.is_sequential else "ray"
         if readers != "auto":
@@ -93,7 +93,7 @@ class Split:
         return "worker" if self.is_in_memory or is_cheap else "ray"
 
     def reading(self, readers: str) -> dict[str, Any]:
-        """Reader of the rows under this value of `data.readers`, and the measured time of a row, for a run's record."""
+        """Reader of the rows for this value of `data.readers`, and the measured time of a row, for a run's record."""
         found: dict[str, Any] = {"read_by": self.read_by(readers)}
         if self.row_s is not None:
             found["row_us"] = round(1e6 * self.row_s, 1)
@@ -103,8 +103,8 @@ class Split:
 
 
 def lengths_of(source: Source) -> Lengths | None:
-    """Lengths of a source's rows, before any transform, where it knows them. Raises DataError for lengths that are none
-    of its rows."""
+    """Lengths of a source's rows, before any transform, if it has them. Raises DataError for lengths that do not match
+    its rows."""
     values = getattr(under_transforms(source), "lengths", None)
     if values is None:
         return None

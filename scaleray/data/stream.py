@@ -59,14 +59,13 @@ class StepStream:
     """Iterator over the RankBatches of a part, which may be divided again; a thread reads ahead. `waited_s` is the time
     spent waiting so far, in seconds.
 
-    LocalBlocks that are to be read alone are not read ahead: the thread reads a batch while its consumer waits, and so
-    draws no random numbers of its own. Everything else stays as it is, such as the limit on the wait.
+    LocalBlocks that must be read alone are not read ahead: the thread reads a batch while its consumer waits and draws
+    no random numbers. Everything else is unchanged, such as the limit on the wait.
 
-    open_blocks: gives the rows of a part, for a consumer whose Demand it may watch. timeout_s: limit on the wait for a
-    batch. others_wait_s: seconds that the other workers wait for this one at the moment, which the wait stays below:
-    else they would be the first to fail, over a collective. explain_wait: called when the first batches are late;
-    returns a sentence for the user, or None.
-    """
+    open_blocks: returns the rows of a part, for a consumer whose Demand it may watch. timeout_s: limit on the wait for
+    a batch. others_wait_s: seconds that the other workers currently wait for this one; the wait stays below it, or they
+    would fail first, in a collective. explain_wait: called when the first batches are late; returns a sentence for the
+    user, or None."""
 
     def __init__(
         self,
@@ -88,18 +87,17 @@ class StepStream:
         self._start(part)
 
     def cut(self, step: int, shares: tuple[int, ...] | None) -> None:
-        """Give this rank the batches of these shares from `step` on, which must be the next step.
+        """Switch this rank to the batches of these shares from `step` on, which must be the next step.
 
         Batches that were read ahead are dropped. The old reader has `timeout_s` to leave the source, which need not
-        support two readers.
-        """
+        support two readers."""
         started = time.perf_counter()
         self.close(wait_s=self._timeout_s)
         self._start(dataclasses.replace(self._part, first_step=step, shares=shares))
         self.waited_s += time.perf_counter() - started
 
     def _start(self, part: Part) -> None:
-        """Start to read a part ahead, with a queue and a thread of its own."""
+        """Start to read a part ahead, with a new queue and thread."""
         self._part, self._is_finished = part, False
         made_bytes = 0 if self._collate is None else self._collate.row_bytes
         step_bytes = max(1, part.rows_per_step * (self._row_bytes + made_bytes))
@@ -135,7 +133,7 @@ class StepStream:
         return self._ready.popleft()
 
     def close(self, *, wait_s: float = 0.0) -> None:
-        """Stop reading ahead, and wait up to `wait_s` until the source has no reader any more. Safe to call twice."""
+        """Stop reading ahead, and wait up to `wait_s` until the source has no reader. Safe to call twice."""
         self._demand.is_closed.set()
         self._ready.clear()
         while not self._queue.empty():
@@ -159,18 +157,15 @@ class StepStream:
                     reason = self._explain_wait() or "its source is slow"
                     limit = f"data.timeout_s is {self._timeout_s:g}"
                     if limit_s < self._timeout_s:
-                        limit += (
-                            f", but the other workers wait no longer: {limit_s:g} s follow from "
-                            "scale.collective_timeout_s"
-                        )
+                        limit += f", but the other workers wait only {limit_s:g} s, by scale.collective_timeout_s"
                     raise InputStarvedError(f"no input for {waited:.0f} s ({limit}): {reason}") from None
 
 
 def _groups(
     blocks: Iterable[Columns], part: Part, demand: Demand, most: int, collate: CollateAhead | None
 ) -> Iterator[list[RankBatch]]:
-    """Cut blocks into the batches of a part: at most `most` together, and none that is here waits for one that has to
-    be read or collated and not just copied."""
+    """Cut blocks into the batches of a part: at most `most` together. An available batch does not wait for one that
+    must be read or collated rather than copied."""
     reads_ahead = not (isinstance(blocks, LocalBlocks) and blocks.is_read_alone)
     copies = isinstance(blocks, LocalBlocks) and blocks.is_in_memory and collate is None
     steps = range(part.first_step, part.last_step)
@@ -203,8 +198,8 @@ def _groups(
 
 
 def _original_error(exc: BaseException) -> BaseException:
-    """The error of scaleray that the reading code raised, without the layers that Ray wraps around it; any other error
-    as it is, since Ray's text names the user's line."""
+    """The error of scaleray that the reading code raised, without the layers that Ray wraps around it; other errors
+    unchanged, since Ray's text names the user's line."""
     seen: list[BaseException] = []
     current: BaseException | None = exc
     while current is not None and current not in seen:

@@ -1,8 +1,7 @@
 """Rows of WebDataset tar shards, read by index: the files of a row share a name up to its first dot.
 
-The shards are indexed once, at the start, from their headers. So rows are read in any order, by any worker, and the
-order of the samples is exact, as for every source that is read by index.
-"""
+The shards are indexed once, at the start, from their headers. So any worker can read rows in any order, and the order
+of the samples is exact, as for every source that is read by index."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ class TarSource(DatasetSource):
 
     A file of a row is a column by the ending of its name: .npy an array, .cls and .id a whole number, .jpg, .png and
     .webp an image as uint8 (height, width, channels), .txt text, .json its numbers by key, as `json.key`; .bin bytes.
-    columns: the endings to read; None reads all. decoders: functions of the bytes by ending, in place of these.
-    """
+    columns: the endings to read; None reads all. decoders: functions of the bytes by ending, instead of these."""
 
     def __init__(
         self,
@@ -177,7 +175,7 @@ def _decoded(ending: str, content: bytes, decoder: Callable[[bytes], Any] | None
             from PIL import Image
         except ImportError as exc:
             raise DataError(
-                f"the ending .{ending}", "an image", "decoding it needs Pillow", install_command("images")
+                f"the ending .{ending}", "an image", "decoding needs Pillow", install_command("images")
             ) from exc
         return {ending: np.array(Image.open(io.BytesIO(content)))}
     if kind == "json":

@@ -1,9 +1,8 @@
 """Sources whose rows a workload's `transform(rows, rng)` changes as they are read, in the process that reads them.
 
-A transform takes the columns of a block of rows and gives columns of as many rows. It draws random numbers from `rng`,
-by the row (`row_random.RowRandom`), so that a row is the same in any block, on any number of workers and after a
-resume. This is checked on a few rows when the data are loaded.
-"""
+A transform takes the columns of a block of rows and returns columns of as many rows. It draws random numbers for each
+row from `rng` (`row_random.RowRandom`), so a row is the same in any block, on any number of workers and after a resume.
+This is checked on a few rows when the data are loaded."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ from scaleray.data.user_dataset import TURNS
 from scaleray.errors import WorkloadError
 from scaleray.workload import call_user_code, own_method, user_frames
 
-ADVICE = "draw from rng, by the row, and compute a row from itself alone"
+ADVICE = "draw from rng, for each row, and compute a row only from itself"
 
 
 @dataclass(frozen=True)
@@ -56,12 +55,12 @@ class Transform:
 
     @property
     def is_of_scaleray(self) -> bool:
-        """Whether the method is one of this package's workloads."""
+        """Whether the method belongs to one of this package's workloads."""
         return str(self.method.__module__).startswith("scaleray.")
 
     @classmethod
     def of(cls, workload: Any, split: str) -> Transform | None:
-        """The workload's transform, or None where it has none of its own. Raises WorkloadError for other parameters."""
+        """The workload's transform, or None if it has none. Raises WorkloadError for other parameters."""
         method = own_method(workload, "transform")
         if method is None:
             return None
@@ -69,12 +68,12 @@ class Transform:
         names = [p.name for p in parameters]
         where = place_of(method)
         if len(names) not in (2, 3) or (len(names) == 3 and names[2] != "split"):
-            allowed = "it takes rows and rng, and split where splits differ"
-            raise WorkloadError(f"transform() at {where}", f"one with the parameters {names}", allowed)
+            allowed = "it must take rows and rng, and split if splits differ"
+            raise WorkloadError(f"transform() at {where}", f"defined with the parameters {names}", allowed)
         return cls(method, split, "split" in inspect.signature(method).parameters, where)
 
     def __call__(self, rows: Columns, rng: RowRandom) -> Columns:
-        """The transformed rows. Raises WorkloadError where they are not columns of as many rows."""
+        """The transformed rows. Raises WorkloadError if they are not columns of as many rows."""
         more = {"split": self.split} if self.takes_split else {}
         # in place is allowed: memory that others hold, or that cannot be written, is copied
         own = {name: _writable(column) for name, column in rows.items()}
@@ -85,7 +84,7 @@ class Transform:
 
 
 def checked_rows(given: Any, num_rows: int, *, what: str, allows_text: bool = False) -> Columns:
-    """Columns that user code made of so many rows. Raises WorkloadError if they are not columns of as many rows."""
+    """Columns that user code made from so many rows. Raises WorkloadError if they are not columns of as many rows."""
     if not isinstance(given, Mapping) or not given:
         allowed = "it must return a dict of columns: arrays with the rows along dimension 0"
         found = "an empty one" if isinstance(given, Mapping) else f"a {type(given).__name__}"
@@ -96,15 +95,15 @@ def checked_rows(given: Any, num_rows: int, *, what: str, allows_text: bool = Fa
         raise WorkloadError(
             f"the result of {what}",
             "columns of " + ", ".join(f"{number} rows ({name})" for name, number in lengths.items()),
-            f"it was given {num_rows} rows, and must return as many in every column",
-            "which rows make up a step is decided before they are read: leave out rows in datasets(), and weight "
-            "them in the loss",
+            f"it received {num_rows} rows, and must return as many in every column",
+            "the rows of a step are decided before they are read: leave rows out in datasets(), and weight them in "
+            "the loss",
         )
     return columns
 
 
 class Step(Protocol):
-    """Interface of what changes rows as they are read: a Transform, or a Preprocess."""
+    """Interface of a step that changes rows as they are read: a Transform, or a Preprocess."""
 
     @property
     def kind(self) -> str:
@@ -120,15 +119,14 @@ class Step(Protocol):
 
     @property
     def is_of_scaleray(self) -> bool:
-        """Whether its code is this package's, which any number of threads may enter."""
+        """Whether its code belongs to this package, which any number of threads may run."""
 
     def __call__(self, rows: Columns, rng: RowRandom) -> Columns:
-        """The changed rows, as many as were given."""
+        """The changed rows, as many as before."""
 
 
 class Transformed:
-    """Source whose rows go through a transform, or another step. Raises WorkloadError where it fails on the first
-    rows."""
+    """Source whose rows go through a transform, or another step. Raises WorkloadError if it fails on the first rows."""
 
     def __init__(self, source: Source, transform: Step) -> None:
         self.source, self.transform = source, transform
@@ -151,21 +149,21 @@ class Transformed:
         self.draws_elsewhere, self.reuses_memory = look.draws_elsewhere, look.reuses_memory
         self.row_bytes = max(1, sum(column.nbytes for column in look.columns.values()) // len(few))
         self.ragged_columns = tuple(n for n, column in look.columns.items() if isinstance(column, Ragged))
-        """Columns of which a few rows differ in length."""
+        """Columns in which a few rows differ in length."""
         self.gives_tuples = getattr(source, "gives_tuples", False) and set(look.columns) == set(
             map(str, range(len(look.columns)))
         )
         read_s = getattr(source, "row_s", None)
         self.row_s = None if read_s is None else read_s + look.row_s
-        """Seconds that reading and transforming a row take; None where reading was not measured."""
+        """Seconds to read and transform a row; None if reading was not measured."""
 
     def read(self, indices: np.ndarray) -> Columns:
-        """The rows at `indices` (n,), in that order, with random numbers that follow from the index alone."""
+        """The rows at `indices` (n,), in that order, with random numbers that depend only on the index."""
         # without keeping the generators: the thread that reads would put back what the training has drawn meanwhile
         return self.changed(self.source.read(indices), mixed(indices.astype(np.uint64)))
 
     def changed(self, rows: Columns, seeds: np.ndarray) -> Columns:
-        """Rows of the source below, transformed, each under its seed, uint64 (n,)."""
+        """Transformed rows of the source below, each under its seed, uint64 (n,)."""
         rows = with_ragged(rows, self._ragged_before)
         # ours read by no handle, and decode images for long
         turn = contextlib.nullcontext() if self.transform.is_of_scaleray else TURNS
@@ -176,7 +174,7 @@ class Transformed:
             return with_ragged(changed, self.ragged_columns)
 
     def describe(self) -> dict[str, Any]:
-        """Description that the source below gives of itself, with the name of what changes its rows."""
+        """Description of the source below, with the name of the step that changes its rows."""
         return {**self.source.describe(), self.transform.kind: self.transform.name}
 
 
@@ -198,7 +196,7 @@ class _Look:
 
 
 def _look(transform: Step, rows: Columns, seeds: np.ndarray) -> _Look:
-    """Transform a few rows, twice together and once in two parts. The generators are afterwards as they were."""
+    """Transform a few rows, twice together and once in two parts. The generators are restored."""
     rng, everything = RowRandom(seeds), np.arange(len(seeds))
     with generators_kept():
         before = generator_states()
@@ -218,9 +216,9 @@ def _look(transform: Step, rows: Columns, seeds: np.ndarray) -> _Look:
             line = _line_that_draws(lambda: transform(_rows(rows, everything), RowRandom(seeds)))
             difference = f"{transform.kind}() draws from the generators of the process, at {line or transform.where}"
         elif (column := first_difference([first, again])) is not None:
-            difference = f"{which} gives another column {column} for the same rows and rng"
+            difference = f"{which} returns another column {column} for the same rows and rng"
         elif (column := first_difference([first, joined(parts)])) is not None:
-            difference = f"{which} gives another column {column} where fewer rows are read together"
+            difference = f"{which} returns another column {column} if fewer rows are read together"
     return _Look(first, draws_elsewhere, rng.has_drawn, difference, row_s, reuses_memory)
 
 
@@ -249,7 +247,7 @@ def _place(filename: str, line: int) -> str:
 
 
 def _line_that_draws(call: Callable[[], Any]) -> str:
-    """File and line of the user's first statement that moves a global generator; empty where none is seen to."""
+    """File and line of the user's first statement that moves a global generator; empty if none is found."""
     before, found = generator_states(), ""
     lines: dict[Any, int] = {}
 

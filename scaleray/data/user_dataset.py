@@ -1,9 +1,8 @@
 """A user's Dataset as `datasets()` returned it, before any row was read, and turns for the threads that read it.
 
-Reading a row leaves traces in many Datasets: an open file, a cached shard, a cursor. What is sent to other processes is
-therefore recorded before the first row is read. In one process the readers of user code take turns, row by row: two
-splits may share a handle, directly or through a cache, a class or a module.
-"""
+Reading a row changes many Datasets: an open file, a cached shard, a cursor. So the state to send to other processes is
+recorded before the first row is read. In one process the readers of user code take turns, row by row: two splits may
+share a handle, directly or through a cache, a class or a module."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ import torch
 from scaleray.errors import DataError, text_of
 
 SHARED = (np.ndarray, torch.Tensor, type, types.FunctionType, types.ModuleType)
-"""Types whose objects are not copied: memory of any size, and code. Tables of Arrow are neither."""
+"""Types whose objects are not copied: memory of any size, and code. Arrow tables are neither."""
 DEPTH = 6  # levels of attributes that are searched for the one that cannot be pickled
 ITEMS = 8  # items of a list or dict that are searched
 
@@ -41,7 +40,7 @@ class AsGiven:
             self.problem = _problem(dataset, exc)
 
     def copy(self, *, is_writable: bool = False) -> Any:
-        """The Dataset as it was given. is_writable: arrays that cannot be written are copied."""
+        """The Dataset in its recorded state. is_writable: copy arrays that cannot be written."""
         if self.problem is not None:
             raise self.problem
         shared = [_writable(value) if is_writable else _own_counter(value) for value in self._shared]
@@ -54,8 +53,7 @@ class AsGiven:
 
 
 class _Turns:
-    """Lock that a thread may enter twice, given to waiting threads in turn: a reader that takes row after row does not
-    keep another waiting."""
+    """Reentrant lock that waiting threads get in turn: a reader of many rows does not block another one."""
 
     def __init__(self) -> None:
         self._next, self._turn, self._owner, self._depth = threading.Lock(), threading.RLock(), 0, 0
@@ -88,7 +86,7 @@ def refuse_unsendable(sources: Mapping[str, Any]) -> None:
 
 
 def problem_of(source: Any) -> DataError | None:
-    """Reason why the Dataset below a source cannot be sent to another process; None where it can."""
+    """Reason why the Dataset below a source cannot be sent to another process; None if it can."""
     while hasattr(source, "transform") and hasattr(source, "source"):
         source = source.source
     given = getattr(source, "as_given", None)
@@ -100,14 +98,14 @@ def _writable(value: Any) -> Any:
 
 
 def _own_counter(value: Any) -> Any:
-    """A copy of a number that processes share, such as the epoch of a stream of Hugging Face; else the value."""
+    """A copy of a number shared by processes, such as the epoch of a Hugging Face stream; other values unchanged."""
     is_counter = isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_shared()
     return value.clone() if is_counter else value
 
 
 def _shared_object(number: int) -> Any:
     """Name in the pickled bytes of an object that is shared; `_Unpickler` replaces it."""
-    raise pickle.UnpicklingError(f"object {number} is not here")
+    raise pickle.UnpicklingError(f"object {number} is missing")
 
 
 class _Pickler(pickle.Pickler):

@@ -167,7 +167,7 @@ class Unrepeatable(Sequences):
     [
         (Drawing, r"collate\(\) at .*test_collating.py:\d+ draws from the generators of the process"),
         (Counting, r"collate\(\) at .*test_collating.py:\d+ changes the workload \(calls\)"),
-        (Unrepeatable, r"collate\(\) at .*test_collating.py:\d+ gives another batch for the same rows"),
+        (Unrepeatable, r"collate\(\) at .*test_collating.py:\d+ returns another batch for the same rows"),
     ],
 )
 def test_what_cannot_be_made_ahead_is_made_in_turn_and_said_with_its_line(workload, words):
@@ -181,7 +181,7 @@ def test_what_cannot_be_made_ahead_is_made_in_turn_and_said_with_its_line(worklo
 
 def test_a_collate_that_is_not_repeatable_is_refused_where_bits_are_promised():
     with pytest.raises(
-        DataError, match=r"with the same bits each time: collate\(\) at .*test_collating.py:\d+ gives another"
+        DataError, match=r"with the same bits each time: collate\(\) at .*test_collating.py:\d+ returns another"
     ):
         make_job(Unrepeatable(), {"deterministic": True})
     make_job(Drawing(), {"deterministic": True})  # those generators are in checkpoints

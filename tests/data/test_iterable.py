@@ -118,7 +118,7 @@ def test_a_dataset_without_a_length_is_counted_once_and_a_long_one_asks_for_it(m
 
 
 def test_an_iterator_and_a_stream_that_ends_early_are_refused():
-    with pytest.raises(DataError, match="it can be read once, and epochs and workers need it again"):
+    with pytest.raises(DataError, match="it can be read only once, but epochs and workers read it again"):
         as_source(({"x": n} for n in range(4)), split="train")
     stream = Stream()
     source = as_source(stream, split="train")

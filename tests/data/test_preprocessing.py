@@ -200,14 +200,17 @@ def test_what_is_more_than_data_is_refused_with_its_place(kept, tmp_path):
     [
         ("{", "cannot be read"),
         ('{"format": 2, "preprocessor": null}', "use a newer scaleray"),
-        ('{"format": 1, "preprocessor": {"class": "subprocess:Popen", "state": {}}}', "no class that transforms rows"),
+        (
+            '{"format": 1, "preprocessor": {"class": "subprocess:Popen", "state": {}}}',
+            "not a class that transforms rows",
+        ),
         ('{"format": 1, "preprocessor": {"function": "os:system"}}', "not a function of ray.data"),
         (
             '{"format": 1, "preprocessor": {"function": "ray.data.preprocessors.utils:hashlib.sha256"}}',
             "not a function of",
         ),
         ('{"format": 1, "preprocessor": {"class": "no_such_file:X", "state": {}}}', "load its workload first"),
-        ('{"format": 1, "preprocessor": {"class": "antigravity:X", "state": {}}}', "that is in use has the name"),
+        ('{"format": 1, "preprocessor": {"class": "antigravity:X", "state": {}}}', "no imported module has the name"),
         ('{"format": 1, "preprocessor": {"array": "gASVCwAAAAAAAABLAS4="}}', "cannot be read"),
     ],
 )
@@ -240,7 +243,7 @@ def test_a_fit_that_asks_for_more_than_there_is_without_ray_says_so():
         def _fit(self, dataset):
             dataset.sort("a")
 
-    with pytest.raises(ClusterError, match="its fit asks for sort of a Ray Dataset, and this command runs without Ray"):
+    with pytest.raises(ClusterError, match="its fit needs sort of a Ray Dataset, but this command runs without Ray"):
         preprocessing.fit(Asking(["a"]), ArraySource(ROWS, allows_text=True))
 
 

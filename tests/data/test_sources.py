@@ -286,7 +286,7 @@ def test_a_file_that_vanishes_is_named(tmp_path):
         (lambda ids: pa.array([int(i) if i % 5 else None for i in ids]), "nulls"),
         (lambda ids: pa.array([[1, 2] if i % 5 else None for i in ids]), "nulls"),
         (lambda ids: pa.array([[1, None] for i in ids]), "nulls"),
-        (lambda ids: pa.array([[[1], [2, 3]] for i in ids]), "their outer list alone"),
+        (lambda ids: pa.array([[[1], [2, 3]] for i in ids]), "only in the length of their outer list"),
         (lambda ids: pa.array([{"a": int(i)} for i in ids]), "columns hold numbers"),
     ],
 )
@@ -447,8 +447,11 @@ def test_a_source_of_the_users_own_is_taken_as_it_is():
     ("value", "words"),
     [
         ([Decimal("1.5"), Decimal("2")], "value 0 of column x is a Decimal, 1.5: .*\n  convert the column by float"),
-        ([1.0, None, 2.0], "value 1 of column x is nothing .None.: columns hold numbers.\n  fill in what is missing"),
-        ([{"a": 1}, {"a": 2}], "value 0 of column x is a dict, .*\n  give each of its keys"),
+        (
+            [1.0, None, 2.0],
+            "value 1 of column x is nothing .None.: columns hold numbers.\n  fill in the missing values",
+        ),
+        ([{"a": 1}, {"a": 2}], "value 0 of column x is a dict, .*\n  make each of its keys"),
         (np.array(None), "column x is nothing .None.:"),
         ([[[1, 2], [3]]] * 3, "column x is a nested list of unequal parts: columns hold numbers.\n  give rows of one"),
         ([[1, [2, 3]]] * 3, "column x is a nested list of unequal parts: "),

@@ -135,8 +135,8 @@ class Mixed(Base):
     ("workload", "offset", "what"),
     [
         (FromNumpy, 2, "draws from the generators of the process"),
-        (FromElsewhere, 0, "gives another column x for the same rows and rng"),
-        (Mixed, 0, "gives another column x where fewer rows are read together"),
+        (FromElsewhere, 0, "returns another column x for the same rows and rng"),
+        (Mixed, 0, "returns another column x where fewer rows are read together"),
     ],
 )
 def test_a_transform_that_is_not_repeatable_is_found_with_its_line(workload, offset, what):
@@ -157,7 +157,7 @@ def with_transform(function):
     [
         (lambda self, rows, rng: {"x": rows["x"][1:]}, WorkloadError, "it was given 8 rows, and must return as many"),
         (lambda self, rows, rng: rows["x"], WorkloadError, "must return a dict of columns"),
-        (lambda self, rows: rows, WorkloadError, "it takes rows and rng, and split"),
+        (lambda self, rows: rows, WorkloadError, "it must take rows and rng, and split"),
         (lambda self, rows, rng: {"x": rows["z"]}, WorkloadError, r"test_transformed.py.*\n[^$]*KeyError: 'z'"),
         (
             lambda self, rows, rng: {"x": [np.ones(i) for i in range(1, len(rng) + 1)]},

@@ -81,10 +81,10 @@ def test_images_that_nothing_makes_equal_are_refused_with_the_way_out():
     with pytest.raises(DataError, match=r"ragged: rows of 2 x 2 x 3 to 5 x 3 x 3 values[^$]*np.stack\(\[resize"):
         load_sources(plain())
     padded = type("Padded", (plain,), {"collate": Padding()})
-    with pytest.raises(DataError, match="along their first dimension alone"):
+    with pytest.raises(DataError, match="only along their first dimension"):
         train_alone(padded(), {"batch.global_size": 4})
     mixed = [np.ones((2, 2)), np.ones((2, 2, 3))]
-    with pytest.raises(DataError, match="need equally many dimensions"):
+    with pytest.raises(DataError, match="not in their number of dimensions"):
         as_source({"image": mixed}, split="train")
 
 
