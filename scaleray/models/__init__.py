@@ -1,1 +1,1 @@
-"""A trained run's model in use: load, evaluate, predict and export it."""
+"""Use a trained run's model: load, evaluate, predict and export it."""

@@ -1,7 +1,7 @@
-"""Answers of a model for a batch: the workload's own `predict`, or the model's output in the loss.
+"""Predictions of a model for a batch: the workload's own `predict`, or the model's output in the loss.
 
 Without a `predict`, the loss is called, which defines the model's inputs: it runs until the model has returned, so
-columns that only the rest of the loss needs, above all labels, may be missing."""
+columns that only the rest of the loss needs, such as labels, may be missing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from scaleray.workload import Workload, call_user_code, user_traceback
 
 ADD_PREDICT = "add predict(self, model, batch) to the workload, which returns {name: tensor with an element a row}"
 ONLY = "output"
-"""Name of a model's output that has no name of its own."""
+"""Name of an unnamed output of a model."""
 
 
 class Answers:
@@ -60,14 +60,13 @@ def own_predict(workload: Any) -> Callable[[nn.Module, Any], Any] | None:
 
 
 class _Returned(BaseException):
-    """Ends a loss as soon as the model has returned; no `except Exception` of the user's stops it."""
+    """Ends a loss as soon as the model has returned; the user's `except Exception` does not catch it."""
 
 
 def returned_to_loss(workload: Any, model: nn.Module, batch: Any, *, to_the_end: bool = False) -> Any:
     """Output of the model when the loss calls it for this batch. to_the_end: let the loss continue, as far as the
-    columns that are there take it, to see that it calls the model once. Raises WorkloadError if the loss does not get
-    to the model, or does not call it once and as a whole.
-    """
+    available columns allow, to check that it calls the model once. Raises WorkloadError if the loss does not reach the
+    model, or does not call it exactly once and as a whole."""
     seen: list[Any] = []
 
     def look(module: nn.Module, given: Any, output: Any) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def opened(path: str, copy_path: str | None) -> Iterator[tuple[Catalog, int | None]]:
-    """The catalog of a path, and the step if it names one. Unreachable storage becomes one message."""
+    """The catalog of a path, and the step if the path names one. Unreachable storage becomes one message."""
     from pyarrow import ArrowInvalid
 
     from scaleray.checkpoints.catalog import FOLDER, Catalog
@@ -25,7 +25,7 @@ def opened(path: str, copy_path: str | None) -> Iterator[tuple[Catalog, int | No
 
     where = _meant(path)
     if "://" not in where and not _exists(where):
-        raise CheckpointError("the path", path, "there is nothing", f"folders of runs lie in {default_storage_path()}")
+        raise CheckpointError("the path", path, "there is nothing", f"folders of runs are in {default_storage_path()}")
     try:
         catalog, step = Catalog.at(where)
         if copy_path is None and catalog.stores[0].name == FOLDER:
@@ -34,7 +34,7 @@ def opened(path: str, copy_path: str | None) -> Iterator[tuple[Catalog, int | No
             catalog, step = Catalog.at(where, absolute_path(copy_path))
         if step is not None and step not in catalog.steps():
             raise CheckpointError(
-                "the path", path, "there is no such checkpoint", "scaleray checkpoint list RUN shows what there is"
+                "the path", path, "no such checkpoint exists", "scaleray checkpoint list RUN shows the existing ones"
             )
         yield catalog, step
     except (OSError, ArrowInvalid) as exc:  # ArrowInvalid for a bad URI
@@ -72,7 +72,7 @@ def written(path: str) -> Iterator[None]:
 
 
 def empty(path: str) -> CheckpointError:
-    """The refusal of a path under which no checkpoint is stored."""
+    """The error for a path under which no checkpoint is stored."""
     return CheckpointError(
         "the path",
         path,

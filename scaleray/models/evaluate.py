@@ -1,4 +1,4 @@
-"""`evaluate`: the metrics of a run's model, measured as its training measures them, on its splits or on other data."""
+"""`evaluate`: measure the metrics of a run's model as in its training, on its splits or on other data."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def add_to_run(
             store.send(LogArtifact(str(file), folder))
     except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
         raise TrackingError(
-            "MLflow at", without_password(uri), f"it does not take the metrics: {first_line(exc)}", "or add --no-record"
+            "MLflow at", without_password(uri), f"it rejects the metrics: {first_line(exc)}", "or add --no-record"
         ) from exc
 
 
@@ -83,8 +83,8 @@ BATCH_ROWS = 65_536
 
 
 def as_source_of_split(data: Any, shape: Shape, workload: Any, *, split: str, fitted: Any = None) -> Source:
-    """The source, with the workload's transform, for `--data` or `data=`: files of tables in memory, or what
-    `datasets()` may give. shape: of the training's columns. Raises DataError."""
+    """The source, with the workload's transform, for `--data` or `data=`: files of tables, in memory, or any result of
+    `datasets()`. shape: of the training's columns. Raises DataError."""
     if not isinstance(data, (str, Path)):
         given = as_source(data, split=split, allows_text=shape.allows_text)
         return for_workload(given, workload, split=split, fitted=fitted)
@@ -113,11 +113,11 @@ def _refuse_missing(columns: Columns, shape: Shape, where: str) -> None:
     """Raise DataError if a training column is missing, such as the labels."""
     if missing := [name for name in shape.columns if name not in columns]:
         there = ", ".join(columns) or "no column of numbers"
-        raise DataError(f"column {missing[0]} of {where}", None, f"the training had it. The columns are: {there}")
+        raise DataError(f"column {missing[0]} of {where}", None, f"the training had it; the columns are {there}")
 
 
 def _as_stored(files: Files, shape: Shape) -> ParquetSource | None:
-    """The files read piece by piece, if their columns are exactly the training's."""
+    """The files, read piece by piece, if their columns are exactly the training's."""
     try:
         source = ParquetSource(files.uri, columns=list(shape.columns) or None)
         first = source.read(np.arange(1))
@@ -134,13 +134,13 @@ def _is_wanted(name: str, shape: Shape) -> bool:
 SECTION = "evaluate"
 """Section of the metrics in MLflow: the training's own curves stay as they are."""
 MOST_ROWS = 256
-"""Rows of a micro-batch if the config does not give a worker's."""
+"""Rows of a micro-batch if the config does not set a worker's number."""
 
 
 @dataclass(frozen=True)
 class Evaluation(JsonRecord):
-    """Metrics of a run's model, `split/metric`. rows: by split. recorded: the metrics' names in MLflow, if they were
-    written there."""
+    """Metrics of a run's model, `split/metric`. rows: by split. recorded: the metrics' names in MLflow, if written
+    there."""
 
     run: str
     weights: str
@@ -160,19 +160,18 @@ def evaluate(
 ) -> Evaluation:
     """Measure the metrics of a run's model as in its training: on every split but `train`, or on other data.
 
-    run: as for `load`. data: a Parquet, CSV or JSON-lines file, a folder or s3:// URI of such files, or what a
-    workload's `datasets()` may give for a split; its metrics are named by its file. record: write the metrics to the
-    run in MLflow, in the section `evaluate`. Raises UsageError for errors of use.
-    """
+    run: as for `load`. data: a Parquet, CSV or JSON-lines file, a folder or s3:// URI of such files, or any value that
+    a workload's `datasets()` may have for a split; its metrics are named after its file. record: write the metrics to
+    the run in MLflow, in the section `evaluate`. Raises UsageError for errors of use."""
     split, workers, local = options.split, options.workers, options.local
     started = time.perf_counter()
     if data is not None and split is not None:
-        raise UsageError("--split", split, "it is one of the run's own, and --data is given", "leave one of them out")
+        raise UsageError("--split", split, "it is a split of the run, but --data is given", "leave one of them out")
     if workers < 1:
         raise UsageError("--workers", workers, "it must be at least 1")
     found = find_trained(run, uri=options.uri)
     if record and found.about.get("tracking_uri") is None:
-        allowed = "its folder names another MLflow than the one in use, which is not asked unless you name it"
+        allowed = "its folder names another MLflow than the one in use, which is not contacted unless you name it"
         raise TrackingError("the run in MLflow", found.about.get("run_id"), allowed, "add --uri URI, or --no-record")
     parts = find_parts(found, **options.parts)
     sources = _sources(parts, data, split)
@@ -205,7 +204,7 @@ class Task:
 
 
 def evaluate_here(place: Place, task: Task, sources: Mapping[str, Source]) -> dict[str, float]:
-    """One worker's part: the metrics of all workers together. Collective."""
+    """One worker's part: returns the metrics of all workers together. Collective."""
     job = task.job
     setup = prepare(job.workload, job.config, job.recipe, place, is_resumed=True)
     try:
@@ -222,9 +221,8 @@ def evaluate_here(place: Place, task: Task, sources: Mapping[str, Source]) -> di
 
 
 def evaluation_config(parts: ModelParts, run: TrainedRun, workers: int) -> RunConfig:
-    """The run's config for the evaluation of an unsharded model on so many workers: settings that only training needs
-    are left at their defaults.
-    """
+    """The run's config for evaluating an unsharded model on so many workers, with defaults for settings that only
+    training needs."""
     config = with_absolute_paths(parts.config)
     derived = run.record.derived if run.record is not None else {}
     size = config.evaluation.micro_size or derived.get("evaluation_micro_batch_size") or config.batch.micro_size
@@ -289,7 +287,7 @@ def _sources(parts: ModelParts, data: Any, split: str | None) -> dict[str, Sourc
     others = {name: source for name, source in sources.items() if name != TRAIN}
     if not others:
         raise UsageError(
-            "the run's splits", TRAIN, "no other one is there to be evaluated", "give --split train, or --data FILE"
+            "the run's splits", TRAIN, "there is no other split to evaluate", "give --split train, or --data FILE"
         )
     return others
 

@@ -1,4 +1,4 @@
-"""`export` to a folder: the trained model as its own library reads it, or its adapters as peft does."""
+"""`export` to a folder: the trained model for its own library, or its adapters for peft."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ def write_folder(
     workload: Any = None,
     adapter: bool = False,
 ) -> tuple[Weights, Path | None]:
-    """Write the model of a run as the workload's `export(weights, folder)` does, for models of transformers a folder
-    that `from_pretrained` reads. Returns the weights that are in it, and the new name of a folder that was there.
+    """Write the model of a run by the workload's `export(weights, folder)`: for models of transformers, a folder for
+    `from_pretrained`. Returns its weights, and the new name of a previous folder.
 
-    adapter: write the low-rank adapters and other trained modules, as `PeftModel.from_pretrained` reads them. The
-    folder appears when it is complete; a former one is renamed to `FOLDER.before-1` or the next free number. Raises
-    CheckpointError, WorkloadError and StorageError.
-    """
+    adapter: write the low-rank adapters and other trained modules, for `PeftModel.from_pretrained`. The folder appears
+    when it is complete; a previous one is renamed to `FOLDER.before-1` or the next free number. Raises CheckpointError,
+    WorkloadError and StorageError."""
     made, settings = workload_of(trained, workload), trained.config.fine_tuning
     if adapter and settings.lora_rank:
         chosen = _with_adapters(trained, step, weights)
@@ -66,7 +65,8 @@ def _export_of(workload: Any) -> Callable[..., None]:
 
 
 def _with_adapters(trained: TrainedRun, step: int | str | None, which: str | None) -> Weights:
-    """Weights that have adapters apart: the final ones add them to their layers, unless fine_tuning.merge is off."""
+    """Weights with separate adapters: the final weights have them added to their layers, unless fine_tuning.merge is
+    off."""
     weights = read_run_weights(trained, step, which)
     if fine_tuning.has_adapters(weights.tensors):
         return weights
@@ -84,7 +84,7 @@ def _with_adapters(trained: TrainedRun, step: int | str | None, which: str | Non
 
 
 def _write(write: Callable[[Path], None], target: Path) -> Path | None:
-    """Write the folder and set a former one aside, whose files may be others than an export's: returns its new name."""
+    """Write the folder and rename a previous one, which may have other files than an export: returns its new name."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as place:

@@ -1,4 +1,4 @@
-"""The formats that a model is exported to: each writes a file, and opens it again as a function of the same call."""
+"""Export formats: each writes a file, and opens it again as a function of the same call."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Opened = Callable[[ModelCall], list[torch.Tensor]]
 """Result of an opened file for a call of the model."""
 ONNX = ("onnx", "onnxscript", "onnxruntime")
 LARGEST_ONNX_BYTES = 2**31
-"""Largest file that ONNX can be, as its format counts bytes in 32 bits."""
+"""Largest size of an ONNX file, whose format counts bytes in 32 bits."""
 
 
 def write_safetensors(module: nn.Module, call: ModelCall, file: Path, about: dict[str, str]) -> None:
-    """Weights alone; of weights that are tied, one name."""
+    """Write only weights; of tied weights, under one name."""
     from safetensors.torch import save_model
 
     del call
@@ -45,7 +45,7 @@ def open_safetensors(file: Path, fresh: Callable[[], nn.Module]) -> Opened:
 
 
 def write_program(module: nn.Module, call: ModelCall, file: Path, about: dict[str, str]) -> None:
-    """Weights and computation, without the model's code."""
+    """Write weights and computation, without the model's code."""
     torch.export.save(_program(module, call), str(file), extra_files={"scaleray.txt": str(about)})
 
 
@@ -57,7 +57,7 @@ def open_program(file: Path, fresh: Callable[[], nn.Module]) -> Opened:
 
 
 def write_onnx(module: nn.Module, call: ModelCall, file: Path, about: dict[str, str]) -> None:
-    """Weights and computation in one file, as onnxruntime and others run it."""
+    """Write weights and computation in one file, for onnxruntime and others."""
     check_onnx()
     size = sum(tensor.nbytes for tensor in module.state_dict().values() if isinstance(tensor, torch.Tensor))
     if size >= LARGEST_ONNX_BYTES:
@@ -110,6 +110,6 @@ def _followed(export: Callable[[], Any], module: nn.Module, by: str) -> Any:
         raise WorkloadError(
             "the model",
             type(module).__name__,
-            f"{by} cannot trace its forward: {first_line(exc)}",
+            f"{by} cannot trace its forward(): {first_line(exc)}",
             f"--format safetensors needs no trace\n  {user_traceback(exc)}",
         ) from exc

@@ -1,4 +1,4 @@
-"""`scaleray export`: a run's model in a file or folder that others read."""
+"""`scaleray export`: write a run's model to a file or folder for other programs."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from scaleray.records.statement import file_digest
 
 DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROWS, FEWER = 8, 5
-"""Rows on which outputs are compared, and another number of them, which a program must take as well."""
+"""Rows on which outputs are compared, and another number of rows, which a program must accept as well."""
 TOLERANCES: dict[Format, float] = {"safetensors": 0.0, "torch.export": 1e-5, "onnx": 1e-4}
 """Largest relative difference of outputs, for weights in their trained type: the same kernels give the same bits,
 others round differently."""
 OF_DTYPE: dict[DType, float] = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
-"""The same for weights in another type, against the trained model."""
+"""The same for weights in another type, compared with the trained model."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class ExportedModel(JsonRecord):
     tolerance: float | None = None
 
     def lines(self) -> list[str]:
-        """Description of the file, and the distance of its outputs from the model's."""
+        """Description of the file, and the difference of its outputs from the model's."""
         written = f"{self.weights} -> {self.file} ({self.num_bytes:,} bytes, {self.format}"
         if self.former is not None:
             return [f"{written})", f"the previous folder is now {self.former}"]
@@ -97,7 +97,7 @@ class ExportedModel(JsonRecord):
 def export_model(
     run: str | Path, out: str | Path, *, options: ExportOptions, data: str | Path | None = None
 ) -> ExportedModel:
-    """Write a run's model to a file or folder that others read; it appears when it is complete.
+    """Write a run's model to a file or folder for other programs; it appears when it is complete.
 
     run: as for `load`, or `models:/NAME@ALIAS`. Formats: `safetensors` (weights), `torch.export` and `onnx` (weights
     and the computation of the model's forward) are opened again, and their outputs on real rows compared with the
@@ -105,8 +105,7 @@ def export_model(
     `export` writes, such as `from_pretrained` reads; `adapter` a folder of the low-rank adapters alone, as peft reads
     it. data: a file of rows to compare on; None takes rows of the training's data.
 
-    Raises UsageError, DataError, CheckpointError, WorkloadError and StorageError.
-    """
+    Raises UsageError, DataError, CheckpointError, WorkloadError and StorageError."""
     dtype, tolerance, step, weights = options.dtype, options.tolerance, options.which_step, options.weights
     out = Path(out)
     chosen = _format_of(out) if options.format is None else options.format
@@ -144,7 +143,7 @@ def _plain(trained: TrainedRun, out: Path, weights: Weights) -> ExportedModel:
 def _compared(
     parts: ModelParts, out: Path, format: Format, data: str | Path | None, dtype: DType | None, tolerance: float | None
 ) -> ExportedModel:
-    """The model in a file whose outputs are the model's within the tolerance."""
+    """Write the model to a file whose outputs equal the model's within the tolerance."""
     model = parts.build()
     model, rows = _with_rows(model, parts, data)
     call = ModelCall.of(model, rows)
@@ -186,7 +185,7 @@ def _compared(
 
 
 def _format_of(out: Path) -> Format:
-    """The format that a name's ending means."""
+    """The format for a file name's ending."""
     found: Format | None = next((name for name, ending in ENDINGS.items() if ending == out.suffix), None)
     if found is None:
         known = ", ".join(filter(None, ENDINGS.values()))
@@ -222,7 +221,7 @@ def _check(
 
 
 def _with_rows(model: TrainedModel, parts: ModelParts, data: str | Path | None) -> tuple[TrainedModel, Columns]:
-    """The model with the known facts of its rows, and some of them."""
+    """The model with the known facts of its rows, and some rows."""
     wide = parts.config.precision.dtype == "fp64"
     shape, tuples = shape_of(parts.workload, wide=wide, fitted=parts.preprocessor)
     model = dataclasses.replace(model, gives_tuples=tuples)
@@ -233,7 +232,7 @@ def _with_rows(model: TrainedModel, parts: ModelParts, data: str | Path | None) 
         rows = shape.fit(found)
     if not rows or not rows_in(rows):
         allowed = "outputs are compared on real rows"
-        raise DataError("the training data", "not readable here", allowed, "give a file of some with --data")
+        raise DataError("the training data", "not readable here", allowed, "give a file of rows with --data")
     return model, rows
 
 

@@ -1,4 +1,4 @@
-"""The files of a promoted version on this machine, as they were when it was promoted."""
+"""The files of a promoted version on this machine, unchanged since its promotion."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ that is local."""
 MODEL = Path("data/packed")
 """Folder of the packed model among the files of a version."""
 KEPT = 3
-"""Fetched versions that stay, however long ago they were used."""
+"""Fetched versions that are kept, however old their last use."""
 UNUSED_S = 86400.0
-"""Seconds since its last use after which another version may be removed: a process may read it."""
+"""Seconds since its last use after which another version may be removed; until then a process may read it."""
 
 
 def fetch_model(name: str, *, uri: str | None = None) -> Path:
-    """The packed model that `models:/NAME@ALIAS` or `models:/NAME/3` names, in the folder of this user's cache.
+    """The packed model named by `models:/NAME@ALIAS` or `models:/NAME/3`, in this user's cache folder.
 
-    Every file is compared with the statement of its promotion. Raises TrackingError for a version that is not there,
-    was not promoted by scaleray, or has been changed since.
-    """
+    Every file is compared with the statement of its promotion. Raises TrackingError for a version that is missing, was
+    not promoted by scaleray, or has changed since."""
     named = Named.parse(name)
     registry = ModelRegistry(uri)
     version = registry.find(named)
@@ -79,7 +78,7 @@ def _digest(version: ModelVersion) -> str:
 
 
 def _whole(models: Path, version: ModelVersion) -> Path | None:
-    """A folder with the files of a version, marked as used now; None if there is none."""
+    """A complete folder of a version's files, marked as used now; None if there is none."""
     for place in sorted(models.glob(f"{_digest(version)}-*")) if _digest(version) else ():
         if not changes(place, version):
             os.utime(place)
@@ -88,7 +87,7 @@ def _whole(models: Path, version: ModelVersion) -> Path | None:
 
 
 def _remove_unused(models: Path) -> None:
-    """Remove models, and downloads that were cut off, that were not used for a day, but for the newest ones."""
+    """Remove models and interrupted downloads that were not used for a day, except for the newest ones."""
     with contextlib.suppress(FileNotFoundError):  # another process removes them
         used = sorted((place.stat().st_mtime, place) for place in models.iterdir())
         for at, place in used[:-KEPT]:
@@ -97,9 +96,8 @@ def _remove_unused(models: Path) -> None:
 
 
 def changes(folder: Path, version: ModelVersion | None) -> list[str]:
-    """Differences from the statement, or of the statement from the version's tag, as text; none if all is whole.
-    version: None compares with the statement alone.
-    """
+    """Differences from the statement, or of the statement from the version's tag, as text; empty if there are none.
+    version: None compares only with the statement."""
     if not (folder / STATEMENT).is_file():
         return [f"{STATEMENT} is missing"]
     if version is not None and file_digest(folder / STATEMENT) != version.tags.get(STATEMENT_TAG):

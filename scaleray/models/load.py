@@ -34,7 +34,7 @@ from scaleray.training.step.micro_batches import user_batch
 from scaleray.workload import built_model, call_user_code
 
 PREDICT = "predict"
-"""Split passed to a transform for rows that are not measured."""
+"""Split passed to a transform for rows that are not part of a split."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class TrainedModel:
     step: int | None
     """Optimizer steps of the weights; None if unknown."""
     words: str
-    """Which weights these are and whose, for people."""
+    """Description of these weights and their run, for people."""
     device: torch.device
     precision: precision.Precision
     preprocessor: Any = None
@@ -58,7 +58,7 @@ class TrainedModel:
     """Whether the workload's rows are tuples rather than columns with names."""
 
     def predict(self, rows: Mapping[str, Any]) -> dict[str, Any]:
-        """Answers of the model for some rows: arrays by name with an element for each row.
+        """Predictions of the model for some rows: arrays by name with an element for each row.
 
         rows: arrays by column, as the workload's `datasets()` has them; labels are not needed. It is the result of the
         workload's `predict(model, batch)`, or without one the model's output in the loss. Raises WorkloadError."""
@@ -90,9 +90,8 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class ModelParts:
-    """Parts from which a process makes the model of a run: they can be sent to others, which need no access to the
-    run's files.
-    """
+    """Parts from which a process builds the model of a run: they can be sent to processes without access to the run's
+    files."""
 
     name: str
     config: RunConfig
@@ -136,18 +135,17 @@ def load(run: str | Path, *, options: ModelChoice, device: torch.device | str = 
     """Load the model of a run with its final weights, in evaluation mode: `load(run).module`.
 
     run: its folder or s3:// URI, its name in the storage path, or its id or name in MLflow. device: where the model is
-    put. `workload` may be a class or object as well. A run without final weights has those of its newest checkpoint. A
-    workload with a `state_dict` gets its state back from a checkpoint, for final weights from that of the last step.
-    Nothing is unpickled.
+    put. `workload` may be a class or object as well. Without final weights, those of the run's newest checkpoint are
+    used. The state of a workload with a `state_dict` is restored from the checkpoint, or, for final weights, from that
+    of the last step. Nothing is unpickled.
 
-    Raises TrackingError for a run that is not there, CheckpointError for weights that are missing or do not fit, and
-    WorkloadError for a workload that is not found again.
-    """
+    Raises TrackingError for a run that does not exist, CheckpointError for weights that are missing or do not fit, and
+    WorkloadError for a workload that is not found."""
     return find_parts(run, **options.parts).build(device)
 
 
 def _writable(column: Any) -> Any:
-    """A column in memory that torch may share: Arrow's must not be written."""
+    """A column in memory that torch may share: Arrow's memory must not be written."""
     return column.copy() if isinstance(column, Ragged) else np.require(column, requirements=["C", "W"])
 
 
@@ -159,7 +157,7 @@ def find_parts(
     workload: Any = None,
     uri: str | None = None,
 ) -> ModelParts:
-    """Workload, config and weights of a run, as `load` finds them."""
+    """Workload, config and weights of a run, as used by `load`."""
     found = run if isinstance(run, TrainedRun) else find_trained(run, uri=uri)
     made = workload_of(found, workload)
     weights = read_run_weights(found, step, which).merged(found.config.fine_tuning)

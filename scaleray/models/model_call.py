@@ -1,4 +1,4 @@
-"""A workload's call of its model: the input tensors, which an exported program takes, and the outputs."""
+"""A workload's call of its model: the input tensors, which an exported program receives, and the outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scaleray.models.load import TrainedModel
 
 @dataclasses.dataclass(frozen=True)
 class ModelCall:
-    """The arguments of one call of a model. num_rows: rows that they were made of."""
+    """The arguments of one call of a model. num_rows: number of rows from which they were made."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -26,7 +26,8 @@ class ModelCall:
 
     @classmethod
     def of(cls, model: TrainedModel, rows: Columns) -> ModelCall:
-        """The first call that the workload makes for these rows. Raises WorkloadError if it calls parts of it."""
+        """The first call that the workload makes for these rows. Raises WorkloadError if the workload calls parts of
+        the model."""
         seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
         def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -43,7 +44,7 @@ class ModelCall:
         return cls(*seen[0], rows_in(rows))
 
     def of_dtype(self, dtype: torch.dtype) -> ModelCall:
-        """The same with floating-point tensors of another type."""
+        """The same call with floating-point tensors of another type."""
         to: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: (
             tensor.to(dtype) if tensor.is_floating_point() else tensor
         )
@@ -51,7 +52,7 @@ class ModelCall:
         return ModelCall(args, kwargs, self.num_rows)
 
     def __call__(self, module: Callable[..., Any]) -> list[torch.Tensor]:
-        """Output of a module for this call: its tensors, in order."""
+        """Outputs of a module for this call: its tensors, in order."""
         with torch.no_grad():
             return list(tensors_in(module(*self.args, **self.kwargs)))
 
@@ -61,9 +62,7 @@ class ModelCall:
         return list(tensors_in([self.args, self.kwargs]))
 
     def shapes(self, module: nn.Module) -> dict[str, Any] | None:
-        """Dimensions of the arguments that are rows, for `torch.export.export`; None if their names
-        do not show them.
-        """
+        """Dimensions of the arguments that count rows, for `torch.export.export`; None if they cannot be determined."""
         try:
             named = inspect.signature(module.forward).bind(*self.args, **self.kwargs).arguments
         except TypeError:

@@ -1,4 +1,4 @@
-"""Options of the commands that take the model of a run."""
+"""Options of commands that use the model of a run."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class ModelChoice:
     """Weights and workload of a run's model."""
 
     step: StepName | None = None
-    """Which checkpoint: its number, best (by checkpoint.best), or a metric and its direction, such as
-    "val/loss min". By default the final weights."""
+    """The checkpoint: its number, best (by checkpoint.best), or a metric and its direction, such as "val/loss min". The
+    final weights by default."""
     weights: str | None = None
-    """averaged or trained, of a run that keeps an average of its weights (averaging.decay). By default the average.
-    With `predict -c FILE` it names the run."""
+    """averaged or trained, if the run keeps an average of its weights (averaging.decay). The average by default. With
+    `predict -c FILE` it names the run."""
     workload: WorkloadLike | None = None
-    """path/to/file.py:Name or package.module:Name of the workload, where the run's own is not found again."""
+    """path/to/file.py:Name or package.module:Name of the workload, if the run's own cannot be found."""
     uri: str | None = None
-    """MLflow's tracking URI, for a run that is found there; else SCALERAY_TRACKING__URI or MLFLOW_TRACKING_URI."""
+    """MLflow's tracking URI, for a run found there; SCALERAY_TRACKING__URI or MLFLOW_TRACKING_URI by default."""
 
     @property
     def which_step(self) -> int | str | None:
@@ -47,46 +47,46 @@ class ModelChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(ModelChoice):
-    """What is evaluated, and where."""
+    """The data to evaluate, and the processes that do so."""
 
     split: str | None = None
-    """One split of the run's own; train too."""
+    """One of the run's own splits, including train."""
     workers: int = 1
-    """Workers with a whole model and a share of the rows each."""
+    """Number of workers, each with a whole model and a share of the rows."""
     local: bool = False
-    """Without Ray: in this process, or in gloo processes where there are several workers."""
+    """Run without Ray: in this process, or in gloo processes if there are several workers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions(ModelChoice):
-    """Rows to predict, and where."""
+    """The rows to predict, and the processes that do so."""
 
     split: str | None = None
-    """A split of the run's own, in place of --data."""
+    """One of the run's own splits, instead of --data."""
     keep: Words = ""
-    """Columns of the data to write next to the answers, with commas."""
+    """Columns of the data to write next to the predictions, separated by commas."""
     batch_size: int = 256
-    """Rows in a batch of the model."""
+    """Number of rows in a batch."""
     workers: int = 1
-    """Ray actors, each of which has the model."""
+    """Number of Ray actors, each with a copy of the model."""
     local: bool = False
-    """In this process, without Ray."""
+    """Run in this process, without Ray."""
     skip_failed: bool = False
-    """Leave out rows that fail, and name them; otherwise the first of them end the command."""
+    """Leave out rows that fail, and report them; by default the first ones end the command."""
     overwrite: bool = False
-    """Replace a file that exists."""
+    """Replace an existing file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(ModelChoice):
-    """Format of a file, and how it is compared with the model."""
+    """Format of the exported file, and the check of its outputs."""
 
     format: Format | None = None
-    """Format; by default that of the ending. onnx needs the extra onnx of the installation."""
+    """Format; by default that of the file's ending. onnx requires the extra `onnx`."""
     dtype: DType | None = None
-    """Type of the floating-point weights; by default as they were trained."""
+    """Type of the floating-point weights; by default the trained one."""
     tolerance: float | None = None
-    """Largest difference over the largest output; by default 0 for safetensors, 1e-5 for torch.export, 1e-4 for onnx
-    and fp32, 1e-2 for fp16, 5e-2 for bf16."""
+    """Largest allowed difference, relative to the largest output; by default 0 for safetensors, 1e-5 for torch.export,
+    1e-4 for onnx and fp32, 1e-2 for fp16, 5e-2 for bf16."""
     overwrite: bool = False
-    """Replace a file that exists; a folder is renamed to FOLDER.before-1."""
+    """Replace an existing file; an existing folder is renamed to FOLDER.before-1."""

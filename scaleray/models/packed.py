@@ -1,8 +1,7 @@
 """A trained model packed into one folder, which `load` opens without the rest of its run.
 
-It holds the weights, the config, the code of the workload and its neighbours, the fitted preprocessor, the workload's
-state and the columns. Nothing in it is a pickle. Loading it runs the code in it.
-"""
+It holds the weights, the config, the code of the workload and neighbouring modules, the fitted preprocessor, the
+workload's state and the columns. Nothing in it is a pickle. Loading it runs the code in it."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
 COLUMNS = "columns.json"
 EXAMPLE_ROWS = 4
-"""Rows of training with which a packed model is tried."""
+"""Rows of the training data on which a packed model is tested."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,8 @@ class Column:
 
 def pack(run: TrainedRun, parts: ModelParts, folder: Path, *, workload: Any = None) -> ModelSignature:
     """Write the model of a run to a new folder, and return its signature for MLflow. workload: the workload of `parts`.
-    Raises WorkloadError for a workload whose code is not in a file, and DataError if its training data, which has the
-    columns, cannot be read."""
+    Raises WorkloadError for a workload whose code is not in a file, and DataError if its training data, which defines
+    the columns, cannot be read."""
     file, name = _home(run, workload)
     folder.mkdir(parents=True)
     tensors = {name: value for name, value in parts.weights.tensors.items() if isinstance(value, torch.Tensor)}
@@ -86,7 +85,7 @@ def pack(run: TrainedRun, parts: ModelParts, folder: Path, *, workload: Any = No
 
 
 def _config(parts: ModelParts, name: str) -> dict[str, Any]:
-    """The run's config for these weights: with the packed workload, and averaged weights as plain ones."""
+    """The run's config for these weights: with the packed workload, and without averaging."""
     values: dict[str, Any] = parts.config.model_dump(mode="json")
     values["workload"]["name"] = name
     values["averaging"]["decay"] = None
@@ -111,10 +110,9 @@ def _copy_code(file: Path | None, name: str, folder: Path) -> str:
 
 
 def _home(run: TrainedRun, given: Any) -> tuple[Path | None, str]:
-    """The user's file that the workload is made by, None for one of an installed package, and the workload's name.
+    """The user's file that defines the workload, or None for an installed package's, and the workload's name.
 
-    given: as for `load`. Raises WorkloadError for an object whose class is in no file.
-    """
+    given: as for `load`. Raises WorkloadError for an object whose class is in no file."""
     name = run.config.workload.name if given is None else given if isinstance(given, str) else name_of(given)
     target, _, attribute = name.partition(":")
     if target.endswith(".py"):
@@ -134,14 +132,14 @@ def _home(run: TrainedRun, given: Any) -> tuple[Path | None, str]:
 
 
 def _tried(parts: ModelParts, folder: Path) -> ModelSignature:
-    """Write the columns, and which of them the model needs: found by leaving each out."""
+    """Write the columns, marking those that the model needs, found by leaving each out."""
     shape, tuples = shape_of(parts.workload, wide=parts.config.precision.dtype == "fp64", fitted=parts.preprocessor)
     if not shape.columns:
         raise DataError(
             "the training data",
             "not readable here",
             "the columns of a packed model are read from them",
-            "pack it on a machine that has the data",
+            "pack it on a machine with the data",
         )
     answer = RowAnswers(parts, shape, tuples)
     rows = {name: values[:EXAMPLE_ROWS] for name, values in shape.examples.items()}
@@ -158,7 +156,7 @@ def _tried(parts: ModelParts, folder: Path) -> ModelSignature:
 
 
 def signature_of(needed: Sequence[Column], rows: Columns, answers: Mapping[str, Any]) -> ModelSignature:
-    """The model's inputs and outputs as an MLflow signature: tensors if every row has the same shape, otherwise columns
+    """The model's inputs and outputs as an MLflow signature: tensors if all rows have the same shape, otherwise columns
     of a table. rows: examples; answers: the model's predictions for them, by name."""
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema, TensorSpec
@@ -227,7 +225,8 @@ def read_shape(folder: Path, workload: Any) -> tuple[Shape, bool]:
 
 
 class RowAnswers:
-    """Function from rows, values by column, to answers by name: arrays, or lists of texts, with an element a row."""
+    """Function from rows, values by column, to predictions by name: arrays, or lists of texts, with an element for each
+    row."""
 
     def __init__(self, parts: ModelParts, shape: Shape, gives_tuples: bool) -> None:
         self.name = parts.name

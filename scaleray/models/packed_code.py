@@ -1,10 +1,9 @@
 """The code of a packed model as a separate Python package, so that no module of the same name shadows it.
 
 A packed model's `code/` is imported as `scaleray_packed_<hash of its place and content>`. Absolute imports of its own
-modules are rewritten to that package when a file is compiled, so that they never pass through sys.path, and two models
-in one process have their own modules; `importlib` and `__import__` are replaced by `Imports`. Other imports must be of
-installed packages.
-"""
+modules are rewritten to that package when a file is compiled, so they never use sys.path, and two models in one process
+have separate modules; `importlib` and `__import__` are replaced by `Imports`. Other imports must be of installed
+packages."""
 
 from __future__ import annotations
 
@@ -27,16 +26,15 @@ from scaleray.records.statement import digests
 
 PREFIX = "scaleray_packed_"
 IMPORTS = "__scaleray_imports__"
-"""Name of a module's `Imports` among its globals, by which functions take it along to other processes."""
+"""Name of a module's `Imports` among its globals, with which functions carry it to other processes."""
 IN_A_SECOND_TRY = "scaleray_workload_"
-"""Prefix of a workload file's module whose own name another module had, see `workload.py`."""
+"""Prefix for the module of a workload's file whose own name was taken, see `workload.py`."""
 
 
 def packed_module(folder: Path, target: str) -> ModuleType:
     """Import one module of a packed model's code. target: `file.py` or `package.module`, relative to `folder`.
 
-    Raises ImportError for a module that is not in the folder, or whose imports are neither there nor installed.
-    """
+    Raises ImportError for a module that is not in the folder, or whose imports are neither in it nor installed."""
     content = hashlib.sha256(f"{folder} {sorted(digests(folder).items())}".encode()).hexdigest()
     name = PREFIX + content[:16]
     if name not in sys.modules:
@@ -52,19 +50,19 @@ def packed_module(folder: Path, target: str) -> ModuleType:
 def installed_module(target: str) -> ModuleType:
     """Import a module of an installed package. Raises ImportError for one that is somewhere else."""
     if (place := _outside(target.partition(".")[0])) is not None:
-        raise ImportError(f"{target} is from {place}, but was in an installed package when the model was promoted")
+        raise ImportError(f"{target} is in {place}, but was in an installed package when the model was promoted")
     return importlib.import_module(target)
 
 
 def own_name(module: str, workload: Any) -> str:
-    """Name of a module of the workload's code, as recorded when the model was packed, in this process."""
+    """Name in this process of a module of the workload's code, from its name when the model was packed."""
     package, name = type(workload).__module__.partition(".")[0], module.removeprefix(IN_A_SECOND_TRY)
     is_own = package.startswith(PREFIX) and name.partition(".")[0] in _own(Path(sys.modules[package].__path__[0]))
     return f"{package}.{name}" if is_own else module
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules of packed models, in their folders alone."""
+    """Finds the modules of packed models, only in their folders."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
         if not name.startswith(PREFIX):
@@ -119,7 +117,7 @@ class Imports:
 
 
 class _Loader(SourceFileLoader):
-    """Compiles a module with its neighbours' imports rewritten. Reads and writes no bytecode: only the source has a
+    """Compiles a module with its neighbours' imports rewritten. Does not read or write bytecode: only the source has a
     hash in the statement."""
 
     def _imports(self, fullname: str) -> Imports:
@@ -184,7 +182,7 @@ def _own(folder: Path) -> set[str]:
 
 
 def _refuse_others(folder: Path) -> None:
-    """Refuse imports of modules that are neither in the folder nor installed: another machine lacks them."""
+    """Refuse imports of modules that are neither in the folder nor installed, since another machine lacks them."""
     own = _own(folder)
     for file in sorted(folder.rglob("*.py")):
         for name in _imported(ast.parse(file.read_bytes(), filename=str(file))):

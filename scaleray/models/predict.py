@@ -1,8 +1,7 @@
-"""`predict`: predictions of a run's model for other rows, over Ray Data or in this process.
+"""`predict`: predictions of a run's model for other rows, with Ray Data or in this process.
 
-Each actor builds the model once. Answers come back in the order of the rows and are written by this process alone, so
-that the file has them in that order, and rows that fail are named by their number.
-"""
+Each actor builds the model once. Predictions return in the order of the rows, and only this process writes them, so the
+file has that order, and failed rows are named by their number."""
 
 from __future__ import annotations
 
@@ -40,12 +39,12 @@ from scaleray.records.run_record import Say
 BATCH_ROWS = 256
 MOST_NAMED = 5
 READER_CPUS = 0.25
-"""Ray CPUs of a task that reads rows: they must find room next to actors that have all cores."""
+"""Ray CPUs of a task that reads rows: they must fit next to actors that have all cores."""
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """The outcome of `predict`. columns: answers by name, arrays or lists, if not written to a file; without failed
+    """Result of `predict`. columns: predictions by name, arrays or lists, if not written to a file; without failed
     rows. failed: reasons by row number, from 0."""
 
     model: str
@@ -55,7 +54,7 @@ class Predictions:
     failed: Mapping[int, str] = field(default_factory=dict)
 
     def about(self) -> dict[str, Any]:
-        """JSON-compatible facts in addition to the answers."""
+        """JSON-compatible facts in addition to the predictions."""
         first = {str(row): why for row, why in list(self.failed.items())[:MOST_NAMED]}
         about = {"model": self.model, "rows": self.num_rows, "out": self.out, "failed": len(self.failed)}
         return {**about, "first_failed": first}
@@ -70,19 +69,18 @@ def predict(
     out: str | Path | None = None,
     say: Say = lambda text: None,
 ) -> Predictions:
-    """Let a run's model predict rows, and return its answers in the order of the rows.
+    """Predict rows with a run's model, and return the predictions in the order of the rows.
 
     run: as for `load`. data: a Parquet, CSV or JSON-lines file, a folder or s3:// URI of
     such files, a path that the workload reads itself (`read_data`: folders of images, records with a text), a mapping
     of arrays by column, or a pandas or Arrow table; or None with `split`, which names one of the run's own. out: a
     .parquet or .jsonl file; None returns the answers. Data in memory is predicted in this process.
 
-    The answers are the workload's `predict(model, batch)`, or without one what the model returns to the loss. Raises
-    UsageError for what the user can mend.
-    """
+    The predictions are the result of the workload's `predict(model, batch)`, or without one the model's output in the
+    loss. Raises UsageError for errors of use."""
     split, batch_size, workers, keep = options.split, options.batch_size, options.workers, words_of(options.keep)
     if (data is None) == (split is None):
-        raise UsageError("--data", data, "give either --data or --split", "--split test is one of the run's splits")
+        raise UsageError("--data", data, "use either --data or --split", "--split test is one of the run's splits")
     if batch_size < 1 or workers < 1:
         raise UsageError("--batch-size and --workers", (batch_size, workers), "they must be at least 1")
     path = check_out(out, overwrite=options.overwrite) if out is not None else None
@@ -214,7 +212,7 @@ def _filesystem(uri: str) -> Any:
 
 @contextlib.contextmanager
 def _quiet_data() -> Iterator[Any]:
-    """ray.data with rows in their order and without progress bars, for as long as the context lasts."""
+    """Context in which ray.data keeps rows in order and shows no progress bars."""
     import ray.data
 
     from scaleray.training.worker import quieten_ray
@@ -235,7 +233,7 @@ def _quiet_data() -> Iterator[Any]:
 
 
 def _first_of_ours(exc: BaseException) -> ScaleRayError | None:
-    """The error of scaleray's own that an error of Ray's carries."""
+    """The scaleray error inside an error of Ray."""
     seen: BaseException | None = exc
     while seen is not None:
         if isinstance(seen, ScaleRayError):
@@ -246,8 +244,8 @@ def _first_of_ours(exc: BaseException) -> ScaleRayError | None:
 
 
 def collected(tables: Iterator[Any], path: str | None, model: str, *, skip_failed: bool) -> Predictions:
-    """Write or collect the answers as they arrive. path: of the file; None returns them. Raises DataError for
-    rows that failed unless they are left out."""
+    """Write or collect the predictions as they arrive. path: of the file; None returns them. Raises DataError for
+    failed rows unless they are left out."""
     import pyarrow as pa
 
     num_rows, failed, kept = 0, dict[int, str](), []
@@ -276,11 +274,11 @@ def collected(tables: Iterator[Any], path: str | None, model: str, *, skip_faile
 
 def _failed_rows(failed: Mapping[int, str]) -> DataError:
     first = list(failed.items())[:MOST_NAMED]
-    more = f" and {len(failed) - MOST_NAMED} more of their batch" if len(failed) > MOST_NAMED else ""
+    more = f" and {len(failed) - MOST_NAMED} more in their batch" if len(failed) > MOST_NAMED else ""
     return DataError.problem(
         f"rows {', '.join(str(row) for row, _ in first)}{more}",
         f"have no prediction: row {first[0][0]}: {first[0][1]}",
-        "rows are counted from 0; correct them, or add --skip-failed to leave them out",
+        "row numbers begin at 0; correct the rows, or add --skip-failed to leave them out",
     )
 
 

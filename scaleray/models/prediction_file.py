@@ -17,7 +17,7 @@ ENDINGS = (".parquet", ".jsonl")
 
 
 class AnswersFile:
-    """Takes Arrow tables of one schema; rows come in the order in which they are given."""
+    """Writes Arrow tables of one schema, with rows in the given order."""
 
     def __init__(self, stream: Any, ending: str) -> None:
         self._stream, self._ending = stream, ending
@@ -36,7 +36,7 @@ class AnswersFile:
         self._parquet.write_table(table.cast(self._parquet.schema))
 
     def close(self) -> None:
-        """Write the end of a file."""
+        """Complete the file."""
         if self._parquet is not None:
             self._parquet.close()
 
@@ -52,7 +52,7 @@ def check_out(out: str | Path, *, overwrite: bool) -> str:
     except (OSError, ValueError) as exc:
         raise StorageError("--out", without_password(path), f"it cannot be reached: {first_line(exc)}") from exc
     if exists and not overwrite:
-        raise UsageError("--out", without_password(path), "it exists already", "name another, or add --overwrite")
+        raise UsageError("--out", without_password(path), "it already exists", "name another, or add --overwrite")
     return path
 
 

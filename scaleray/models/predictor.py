@@ -1,4 +1,4 @@
-"""Predictions for tables of rows: the model's answers next to retained columns, and failed rows by name."""
+"""Predictions for tables of rows: the model's predictions next to retained columns, and failed rows by number."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Change = Callable[[Columns], Columns]
 
 
 class Unlabelled:
-    """Transforms rows as in training; columns may be missing. examples: some untransformed training rows; empty if
-    unknown."""
+    """Transforms rows as in training, although columns may be missing. examples: some untransformed training rows;
+    empty if unknown."""
 
     def __init__(self, change: Change, examples: Columns, where: str) -> None:
         self.change, self.examples, self.where = change, examples, where
@@ -53,11 +53,13 @@ class Unlabelled:
         return {name: column for name, column in given.items() if name not in left_out}
 
     def problem(self) -> DataError | None:
-        """The error of a model that lacks a column which was left out."""
+        """The error for a model that needs a missing column."""
         for missing, made in self._made_of.items():
             if made:
                 columns = ", ".join(sorted(made))
-                return DataError(f"column {missing[0]} of {self.where}", None, f"{columns} of the batch comes from it")
+                return DataError(
+                    f"column {missing[0]} of {self.where}", None, f"{columns} of the batch is computed from it"
+                )
         return None
 
     def _with(self, rows: Columns, missing: Sequence[str], *, other: bool) -> Columns:
@@ -67,7 +69,7 @@ class Unlabelled:
 
 
 def _repeated(examples: Any, num_rows: int, *, other: bool) -> Any:
-    """The first example in every row, or another one that differs from it."""
+    """The first example, or a different one, in every row."""
     place = 0
     if other:
         first = examples[0]
@@ -85,16 +87,15 @@ def _values(column: Any) -> np.ndarray:
 
 
 FAILED = "scaleray.failed"
-"""Column of a table of answers with the reason for a missing answer; null for others."""
+"""Column of a prediction table with the reason for a missing prediction; null for others."""
 INDEX = "id"
-"""Column of row numbers, where the rows themselves are read from a source: `ray.data.range` names it so."""
+"""Column of row numbers, if the rows themselves are read from a source: its name in `ray.data.range`."""
 
 
 @dataclass(frozen=True)
 class PredictorParts:
-    """Parts from which a process predicts. keep: columns of the rows that are written next to the answers. where: name
-    of the data in messages. threads: torch's; None leaves them.
-    """
+    """Parts from which a process predicts. keep: columns of the rows to write next to the predictions. where: name of
+    the data in messages. threads: torch's; None: unchanged."""
 
     model: ModelParts
     shape: Shape
@@ -122,10 +123,9 @@ class Predictor:
         self._types: dict[str, Any] = {}  # of the answers, by column, once there were some
 
     def __call__(self, table: Any) -> Any:
-        """A table of answers with a row for each row of `table`, in the same order.
+        """A table of predictions with a row for each row of `table`, in the same order.
 
-        Raises WorkloadError or DataError if every row has failed so far: then the rows are not the cause.
-        """
+        Raises WorkloadError or DataError if every row has failed so far, since the rows are then not the cause."""
         import pyarrow as pa
 
         kept = self._kept(table)
@@ -142,8 +142,8 @@ class Predictor:
         return as_table(columns, [failed.get(row) for row in range(table.num_rows)], kept)
 
     def _answered(self, table: Any) -> tuple[list[dict[str, Any]], dict[int, Exception], Exception | None]:
-        """Answers in pieces, in order, of the rows that do not fail; the errors of the others; and the error of all
-        rows together."""
+        """Predictions in pieces, in order, for the rows that do not fail; the errors of the others; and the error of
+        all rows together."""
         answers: list[dict[str, Any]] = []
         failed: dict[int, Exception] = {}
         try:
@@ -200,8 +200,7 @@ def beside_of(source: Source) -> Mapping[str, Sequence[Any]]:
 
 
 class RayPredictor(Predictor):
-    """A predictor as Ray Data starts it: once in each actor. parts and source: references to both, source may be
-    None."""
+    """A predictor for Ray Data, which creates one in each actor. parts and source: references; source may be None."""
 
     def __init__(self, parts: Any, source: Any) -> None:
         import ray
@@ -222,13 +221,13 @@ def as_table(answers: Mapping[str, Any], failed: Sequence[Exception | None], kep
 
 
 def _reason(error: Exception) -> str:
-    """Reason why a row failed, in a line: the user's own error if it is one."""
+    """Reason why a row failed, in one line: the user's own error, if any."""
     cause = error.__cause__ if isinstance(error, WorkloadError) else None
     return f"{type(cause).__name__}: {first_line(cause)}" if cause is not None else first_line(error)
 
 
 def arrow_array(values: Any) -> Any:
-    """Rows of numbers of any shape, or of text, as an Arrow array: lists of one length where a row has several."""
+    """Rows of numbers of any shape, or of text, as an Arrow array: lists of equal length if a row has several."""
     import pyarrow as pa
 
     if not isinstance(values, np.ndarray):

@@ -1,7 +1,7 @@
 """Versions of a model in MLflow's registry, and its aliases.
 
-MLflow lets every user with access move an alias. So each version that scaleray gives an alias has a tag with the time,
-and the alias should name the version with the newest such tag."""
+MLflow lets every user with access move an alias. So scaleray tags each version with the time when it gave it an alias,
+and the alias should name the version with the newest tag."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from scaleray.recording.store import check_reachable, open_client, resolve_uri, 
 
 PROMOTION_TAG, STATEMENT_TAG = "scaleray.promotion", "scaleray.statement_sha256"
 GIVEN = "scaleray.given."
-"""Beginning of a version's tag of an alias: nanoseconds since 1970 and the user that gave it."""
+"""Prefix of a version's tag for an alias: nanoseconds since 1970 and the user that gave it."""
 WITHDRAWN = "scaleray.withdrawn."
 """Prefix of a version's tag for a withdrawn alias: nanoseconds since 1970 and the user."""
 MODEL_URI = "models:/"
 ATTEMPTS = 4
 PAGE = 1000
-"""Runs of an experiment in one request to MLflow."""
+"""Number of an experiment's runs in one request to MLflow."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ModelVersion:
 
     @property
     def promotion(self) -> str | None:
-        """Id of the promotion that made it; None for a version that something else made."""
+        """Id of the promotion that made it; None if it was made otherwise."""
         return self.tags.get(PROMOTION_TAG)
 
     def given_at(self, alias: str) -> int | None:
@@ -98,7 +98,7 @@ def check_alias(alias: str) -> str:
 
 
 def last_given(versions: Iterable[ModelVersion], alias: str) -> ModelVersion | None:
-    """The one of these versions that scaleray gave the alias last; None if it gave it to none."""
+    """The version to which scaleray gave the alias last; None if it gave it to none of these."""
     given = [(at, one.number, one) for one in versions if (at := one.given_at(alias)) is not None]
     return max(given, key=lambda found: found[:2])[2] if given else None
 
@@ -132,11 +132,11 @@ class ModelRegistry:
         known = ", ".join([*dict.fromkeys(f"@{alias}" for one in found for alias in one.aliases)]) or "no alias"
         there = f"{named.model} has {len(found)} versions and {known}" if found else "there is no model of this name"
         raise TrackingError(
-            "the model", str(named), f"{there} in {without_password(self.uri)}", "scaleray promote makes versions"
+            "the model", str(named), f"{there} in {without_password(self.uri)}", "scaleray promote creates versions"
         )
 
     def make(self, model: str, *, source: str, run_id: str, tags: Mapping[str, str], description: str) -> ModelVersion:
-        """Make a version with these tags."""
+        """Create a version with these tags."""
         from mlflow.exceptions import MlflowException
 
         with self._asking(f"a version of {model}"):
@@ -148,7 +148,7 @@ class ModelRegistry:
         return _version(made, {})
 
     def give(self, version: ModelVersion, alias: str, *, by: str) -> ModelVersion:
-        """Let the alias name a version, and return the version it then names: concurrent calls agree."""
+        """Point the alias to a version, and return the version that it then names: concurrent calls agree."""
         with self._asking(f"the alias {alias} of {version.model}"):
             number = str(version.number)
             self.client.set_model_version_tag(version.model, number, f"{GIVEN}{alias}", f"{time.time_ns()} {by}")
@@ -194,8 +194,8 @@ class ModelRegistry:
                 raise
 
     def runs_beside(self, run_id: str, *, since_ms: float) -> dict[str, str]:
-        """Ids and status of the runs in the experiment of a run that began since then and have finished or failed, the
-        newest first; points of studies and trials of sweeps are left out."""
+        """Ids and statuses of the runs in a run's experiment that began since then and have finished or failed, newest
+        first, without points of studies and trials of sweeps."""
         with self._asking(f"the runs next to {run_id}"):
             experiment = self.client.get_run(run_id).info.experiment_id
             query = f"attributes.status != 'RUNNING' and attributes.start_time >= {int(since_ms)}"
@@ -235,7 +235,7 @@ class ModelRegistry:
                 "MLflow at",
                 without_password(self.uri),
                 f"{what} cannot be read or written: {first_line(exc)}",
-                "repeat the command when MLflow is back: it continues where it stopped",
+                "repeat the command once MLflow is back: it continues where it stopped",
             ) from exc
 
 

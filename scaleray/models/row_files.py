@@ -22,7 +22,7 @@ from scaleray.workload import call_user_code, own_method
 FORMATS = {".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".jsonl": "json", ".ndjson": "json", ".json": "json"}
 """Format of a file by its ending."""
 EXAMPLES = 256
-"""Rows of training that are looked at."""
+"""Number of the training's rows that are read as examples."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Files:
 
 
 def own_rows(data: Any, workload: Any) -> Source | None:
-    """The untransformed rows that the workload's `read_data` finds at a path; None without that method. Raises
-    WorkloadError for an error of its own."""
+    """The untransformed rows that the workload's `read_data` reads from a path; None without that method. Raises
+    WorkloadError for its errors."""
     method = own_method(workload, "read_data")
     if method is None or not isinstance(data, (str, Path)) or "://" in str(data):
         return None
@@ -160,9 +160,8 @@ def gives_tuples(source: Source) -> bool:
 
 
 def columns_of(table: Any, where: str, *, allows_text: bool) -> tuple[Columns, list[DataError]]:
-    """The columns of an Arrow table as arrays; and the faults of those that are left out, as they have nulls, or text
-    where none is allowed: they may not be needed.
-    """
+    """The columns of an Arrow table as arrays; and the faults of columns that are left out because they have nulls, or
+    text that is not allowed, and may not be needed."""
     found: Columns = {}
     problems: list[DataError] = []
     for name in table.column_names:

@@ -1,7 +1,6 @@
-"""A packed model as a model of MLflow, which `mlflow models serve` serves and `mlflow.pyfunc.load_model` loads.
+"""A packed model as an MLflow model, for `mlflow models serve` and `mlflow.pyfunc.load_model`.
 
-MLflow finds `_load_pyfunc` by the name of this module, so that nothing of the model is pickled.
-"""
+MLflow finds `_load_pyfunc` by the name of this module, so no part of the model is pickled."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ class ServedModel:
         self._answer = RowAnswers(parts, *read_shape(folder, parts.workload))
 
     def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Answers by name. model_input: a mapping of arrays by column, or a pandas table."""
+        """Predictions by name. model_input: a mapping of arrays by column, or a pandas table."""
         names = getattr(model_input, "columns", model_input)
         return self._answer({str(name): np.asarray(model_input[name]) for name in names})
 
@@ -62,7 +61,7 @@ def save_for_mlflow(signature: ModelSignature, folder: Path, out: Path, *, libra
 
 
 def _requirements(libraries: Mapping[str, str]) -> list[str]:
-    """Exact versions, without the parts of local builds, such as `+cpu`, which no index has."""
+    """Exact versions, without local build tags such as `+cpu`, which no index has."""
     from mlflow import __version__ as mlflow_version
 
     versions = {**libraries, "mlflow": mlflow_version}

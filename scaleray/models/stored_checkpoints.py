@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from scaleray.checkpoints.retention import Retention
 
 LEFTOVER_S = 3600.0
-"""Seconds for which files that no manifest names stay: a running training may be writing them."""
+"""Seconds for which files that no manifest names are kept: a running training may be writing them."""
 
 
 def list_checkpoints(run: str | Path, *, copy_path: str | None = None) -> list[dict[str, Any]]:
-    """Stored checkpoints of a run: a mapping for each, with the reason for one that is not usable.
+    """Stored checkpoints of a run: a mapping for each, with the reason if it is not usable.
 
     run: its folder, local or s3://, its name in the storage path, or one checkpoint's folder. copy_path: location of
     second copies; None: the run's own setting. Raises CheckpointError if there is none."""
@@ -92,11 +92,11 @@ def prune_checkpoints(
     dry_run: bool = False,
     copy_path: str | None = None,
 ) -> dict[str, Any]:
-    """Remove superfluous checkpoints; files that a remaining checkpoint builds on stay.
+    """Remove superfluous checkpoints; files that a remaining checkpoint needs are kept.
 
-    run, copy_path: as for `list_checkpoints`. keep_last: newest that stay. keep_best: best that stay as well, by
-    `best`, a metric and its direction such as `val/loss min`. keep_every: one every this many steps stays. dry_run:
-    only report."""
+    run, copy_path: as for `list_checkpoints`. keep_last: number of newest ones to keep. keep_best: number of best ones
+    to keep as well, by `best`, a metric and its direction such as `val/loss min`. keep_every: keep one every this many
+    steps. dry_run: only report."""
     retention = _retention(keep_last, keep_best, best, keep_every)
     with opened(str(run), copy_path) as (catalog, only):
         if only is not None:
@@ -113,8 +113,8 @@ def prune_checkpoints(
 def rebuild_checkpoint(run: str | Path, *, step: int | None = None, copy_path: str | None = None) -> dict[str, Any]:
     """Write an incremental checkpoint again as a full one, which depends on no other.
 
-    run, copy_path: as for `list_checkpoints`. step: None is the newest. `["checkpoint"]` is None if it already held
-    every byte itself."""
+    run, copy_path: as for `list_checkpoints`. step: None is the newest. `["checkpoint"]` is None if it was already
+    full."""
     from scaleray.checkpoints.weight_sums import check_manifest
 
     with chosen(str(run), step, copy_path) as (catalog, manifest):
@@ -178,7 +178,7 @@ def _borrows(manifest: Manifest) -> bool:
 
 
 def _retention(keep_last: int, keep_best: int, best: str | None, keep_every: int | None) -> Retention:
-    """Checkpoints that prune keeps. Raises UsageError for a senseless request."""
+    """Checkpoints that prune keeps. Raises UsageError for an invalid request."""
     from scaleray.checkpoints.retention import Retention
 
     metric, direction = _best(best)

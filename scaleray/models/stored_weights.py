@@ -1,7 +1,6 @@
 """Weights of a trained run as a plain state dict: the final ones, or those of a checkpoint.
 
-Read without a pickle: safetensors, checkpoints' own tensor files, and `torch.load` with `weights_only`.
-"""
+Read without pickle: safetensors, checkpoints' own tensor files, and `torch.load` with `weights_only`."""
 
 from __future__ import annotations
 
@@ -88,7 +87,7 @@ class Weights:
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
     def merged(self, settings: FineTuningSettings) -> Weights:
-        """The weights as a run's final ones are: with adapters merged unless `fine_tuning.merge` is off."""
+        """The weights in the form of final ones: with adapters merged unless `fine_tuning.merge` is off."""
         if settings.lora_rank and settings.merge and fine_tuning.has_adapters(self.tensors):
             return replace(self, tensors=fine_tuning.merged(self.tensors, settings))
         return self
@@ -97,10 +96,9 @@ class Weights:
 def read_run_weights(run: TrainedRun, step: int | str | None = None, which: str | None = None) -> Weights:
     """The final weights of a run, or those of a checkpoint.
 
-    step: None: the final ones, or else the newest checkpoint's; a number is that checkpoint's;
-    `best` is that of `checkpoint.best`, and a metric with its direction, such as `val/loss min`, the best by it.
-    which: AVERAGED or TRAINED; None: the average if the run has one. Raises CheckpointError and UsageError.
-    """
+    step: None: the final weights, or else the newest checkpoint's; a number: that checkpoint's; `best`: the best by
+    `checkpoint.best`; a metric with its direction, such as `val/loss min`: the best by that. which: AVERAGED or
+    TRAINED; None: the average if the run has one. Raises CheckpointError and UsageError."""
     has_average = run.config.averaging.decay is not None
     check_which(which, has_average=has_average, where=run.name)
     kind = f"{which or AVERAGED} " if has_average else ""
@@ -201,12 +199,9 @@ def _has_checkpoints(run: TrainedRun) -> bool:
 def _of_checkpoint(run: TrainedRun, step: int | str | None, *, averaged: bool, kind: str) -> Weights:
     catalog = _catalog(run)
     if step is None and not _has_checkpoints(run):
-        raise CheckpointError(
-            f"the weights of {run.name}",
-            "not there",
-            f"neither {run.where} nor MLflow has final weights or a checkpoint",
-            "a run writes them at a successful end, unless checkpoint.save_final is off",
-        )
+        absent = f"are missing: neither {run.where} nor MLflow has final weights or a checkpoint"
+        hint = "a run writes them at a successful end, unless checkpoint.save_final is off"
+        raise CheckpointError.problem(f"the weights of {run.name}", absent, hint)
     manifest = _best(run, catalog, step) if isinstance(step, str) else require(catalog, step, where=run.where)
     with _damage_in_words(run, manifest):
         stores, has_hash = _proven(run, catalog, manifest)
@@ -235,7 +230,7 @@ def _damage_in_words(run: TrainedRun, manifest: Manifest) -> Iterator[None]:
 
 def _proven(run: TrainedRun, catalog: Catalog, manifest: Manifest) -> tuple[list[Store], bool]:
     """Stores to read a checkpoint from, and whether the run's record has its hash: then only stores in which each file
-    has its SHA-256. Raises Incomplete if none has, CheckpointError for another manifest."""
+    matches its SHA-256. Raises Incomplete if none has, CheckpointError for another manifest."""
     recorded = run.record.checkpoints if run.record is not None else {}
     if not check_manifest(catalog.stores[0], manifest, recorded):
         return catalog.stores, False
@@ -247,9 +242,8 @@ def _proven(run: TrainedRun, catalog: Catalog, manifest: Manifest) -> tuple[list
 
 
 def _state_beside_final(run: TrainedRun) -> dict[str, Any] | None:
-    """The workload's state in the checkpoint of the last step, if there is one, or next to the weights of a packed
-    model.
-    """
+    """The workload's state in the checkpoint of the last step, if there is one, or the state stored with a packed
+    model's weights."""
     try:
         if run.about.get(PACKED):
             return read_state(run.folder)
@@ -266,7 +260,7 @@ def _state_beside_final(run: TrainedRun) -> dict[str, Any] | None:
 
 
 def _workload_state(stores: list[Store], manifest: Manifest) -> dict[str, Any] | None:
-    """Result of the workload's `state_dict` when a checkpoint was made."""
+    """Result of the workload's `state_dict` stored in a checkpoint."""
     tensors = {
         name.removeprefix(f"{WORKLOAD}."): read_tensor(stores, tensor).clone()
         for name, tensor in tensors_of(manifest, WORKLOAD).items()

@@ -23,13 +23,14 @@ from scaleray.workload import build_workload, load_workload
 
 NOTE, RECORD = "run.json", "record.json"
 PACKED, CODE = "packed", "code"
-"""Key of the run.json of a packed model, which is a folder of one model without its run, and the folder of its code."""
+"""Key in run.json that marks a packed model, which is a folder of one model without its run, and the folder of its
+code."""
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A training with files. folder: their location. where: location as shown to people. about: its run.json, or the
-    same facts from its record. record: None for a run that has not ended, or was killed."""
+    """A training with files. folder: their location. where: location as shown to people. about: content of its
+    run.json, or the same facts from its record. record: None for a run that has not ended, or was killed."""
 
     folder: Store
     where: str
@@ -54,8 +55,7 @@ def find_trained(run: str | Path, *, uri: str | None = None) -> TrainedRun:
     """The training that `run` names: its folder or bucket, its name in the default storage path, its id or name in
     MLflow, or a model in MLflow's registry, `models:/NAME@ALIAS`.
 
-    uri: where MLflow is; None is scaleray's own. Raises TrackingError.
-    """
+    uri: MLflow's; None: scaleray's own. Raises TrackingError."""
     run = str(run)
     if run.startswith(MODEL_URI):
         uri = resolve_uri(uri)  # the user named a model in it
@@ -67,10 +67,10 @@ def find_trained(run: str | Path, *, uri: str | None = None) -> TrainedRun:
 
 
 def trained_of(found: FoundRun, *, uri: str | None = None) -> TrainedRun:
-    """The training of a record that was found. Raises TrackingError for a study or sweep."""
+    """The training of a record. Raises TrackingError for a study or sweep."""
     record = found.record
     if not isinstance(record, RunRecord):
-        raise TrackingError("RUN", found.where, "studies and sweeps have no model", "give one of its trainings")
+        raise TrackingError("RUN", found.where, "studies and sweeps have no model", "name one of its trainings")
     if found.place is not None and (about := _note(found.place)) is not None:
         return _checked(found.place, _with_uri(about, uri), record)
     # what MLflow knows lies where the run wrote it, or among its artifacts
@@ -106,12 +106,12 @@ def workload_of(run: TrainedRun, given: Any = None) -> Any:
             f"the workload of {run.name}",
             settings.name,
             f"it cannot be found: {exc}",
-            "give the workload: --workload path/to/file.py:Name, or from Python the class: workload=Name",
+            "name the workload: --workload path/to/file.py:Name, or from Python the class: workload=Name",
         ) from exc
 
 
 def _note(place: Store) -> dict[str, Any] | None:
-    """The run.json of a folder; None if none can be read."""
+    """The run.json of a folder; None if it cannot be read."""
     try:
         about = load_json(inert_json(place.read(NOTE)))
     except (OSError, ValueError):

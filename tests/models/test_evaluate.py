@@ -113,7 +113,7 @@ def test_bad_input_is_one_message(trained, options, says):
 def test_data_without_a_column_of_the_training_names_it(trained, tmp_path):
     pyarrow.csv.write_csv(pa.table({"x_0": [1.0], "y": [1]}), tmp_path / "a.csv")
     with pytest.raises(
-        DataError, match=r"column x of .*a\.csv is missing: the training had it. The columns are: x_0, y"
+        DataError, match=r"column x of .*a\.csv is missing: the training had it; the columns are x_0, y"
     ):
         scaleray.evaluate(trained.run_dir, data=tmp_path / "a.csv", local=True)
 
@@ -159,8 +159,8 @@ def test_a_training_on_rows_without_an_end_is_evaluated_on_its_other_splits(trai
     parts = dataclasses.replace(find_parts(trained.run_dir), workload=OnAStream())
     sources = room._sources(parts, None, None)
     assert {name: source.num_rows for name, source in sources.items()} == {"val": 8}
-    with pytest.raises(DataError, match="the train data has no end"):
+    with pytest.raises(DataError, match="the train data is endless"):
         room._sources(parts, None, "train")
-    with pytest.raises(DataError, match="the train data has no end"):
+    with pytest.raises(DataError, match="the train data is endless"):
         predict._split_of(OnAStream(), "train", None)
     assert predict._split_of(OnAStream(), "val", None).num_rows == 8

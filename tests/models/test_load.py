@@ -185,7 +185,7 @@ def test_a_preprocessor_comes_with_the_model_and_changes_what_is_predicted_and_e
 
 def test_a_missing_column_that_the_model_needs_is_no_label(preprocessed, tmp_path):
     (tmp_path / "a.csv").write_text("corner,nr\na,1\nb,2\n")
-    with pytest.raises(DataError, match=r"column tenths of .*is missing: x of the batch comes from it"):
+    with pytest.raises(DataError, match=r"column tenths of .*is missing: x of the batch is computed from it"):
         scaleray.predict(preprocessed.run_dir, tmp_path / "a.csv", local=True)
     (tmp_path / "b.csv").write_text("name\na\nb\n")
     with pytest.raises(DataError, match=r"the columns of .*b.csv is name: training had tenths, corner"):

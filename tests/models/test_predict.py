@@ -87,7 +87,7 @@ def test_a_split_of_the_run_is_written_to_a_file(run, tmp_path, ending, capsys, 
     logits = expected(run, classes.Points().datasets()["val"]["x"])
     assert [row["corner"] for row in written] == logits.argmax(1).tolist()
     assert written[0]["name"] == f"c{written[0]['corner']}"
-    assert run_command(words) == 2 and "it exists already" in capsys.readouterr().err
+    assert run_command(words) == 2 and "it already exists" in capsys.readouterr().err
     assert run_command([*words, "--overwrite"]) == 0
     assert f"wrote 26 rows to {out}" in capsys.readouterr().out
 
@@ -147,7 +147,7 @@ def test_an_error_of_the_first_rows_shows_the_users_own_line(run, rows, classes)
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({}, "give either --data or --split"),
+        ({}, "use either --data or --split"),
         ({"data": "nothing.parquet"}, "it does not exist"),
         ({"data": "points.txt"}, "no file with a known extension"),
         ({"split": "test"}, "the run has the splits train, val"),

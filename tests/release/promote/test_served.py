@@ -134,7 +134,7 @@ def test_a_server_with_a_password_holds_out_against_all_that_is_done_to_it(serve
 
     with monkeypatch.context() as patch:
         patch.setattr(ModelRegistry, "make", away)
-        with pytest.raises(scaleray.ScaleRayError, match="repeat the command when MLflow is back"):
+        with pytest.raises(scaleray.ScaleRayError, match="repeat the command once MLflow is back"):
             pytest.fail(str(promote(candidates, "champion", policy=POLICY, **given).not_passed))
     server.start()
     assert registry.expected("corners", "champion") is None
