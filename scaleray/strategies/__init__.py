@@ -1,5 +1,5 @@
-"""Strategies that spread a model over workers.
-Each is a function `apply(model, mesh, config, workload) -> Parallel`."""
+"""Strategies that distribute a model over workers. // Each is a function `apply(model, mesh, config, workload) ->
+Parallel`."""
 
 from scaleray.strategies import async_sgd, ddp, diloco, fsdp, gossip, local_sgd, single, tensor, zero1
 from scaleray.strategies.contract.parallel import Parallel

@@ -29,7 +29,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
     A worker in step t has seen its own updates, all updates of all workers up to step t - 1 - max_staleness, and newer
     ones that have arrived: stale synchronous parallel, Ho et al. 2013 (NeurIPS 26). There is no server: the sums of a
-    step's updates are all-reduced during the training, in a group of their own, and added once they are complete. So no
+    step's updates are all-reduced during the training, in a separate group, and added once they are complete. So no
     worker sees a step's updates before the slowest has made its own, and a constantly slower worker eventually limits
     the others, as in every scheme with a bound. With max_staleness 0, plain SGD and equal counts on all ranks it equals
     DDP. With `deterministic`, updates are applied exactly this many steps late, which makes runs repeatable. Each
@@ -92,7 +92,7 @@ class Updates:
         return found
 
     def load_state(self, saved: Tensors) -> None:
-        """Restore the updates that `state` returned."""
+        """Restore updates from `state`."""
         device = self.replicas.trained[0].device
         for name in sorted(name for name in saved if name.endswith(".own")):
             own, total = (saved[n].to(device, copy=True) for n in (name, f"{name.removesuffix('.own')}.total"))

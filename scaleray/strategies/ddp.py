@@ -29,7 +29,7 @@ BROADCAST_BYTES = 250 * 2**20
 def rows(
     wrapped: DistributedDataParallel, num_steps: int, compressed: list[CollectiveRow] | None = None
 ) -> list[CollectiveRow]:
-    """All collectives of so many synchronised steps. compressed: those of a hook that sends gradients instead of
+    """All collectives of `num_steps` synchronised steps. compressed: those of a hook that sends gradients instead of
     DDP."""
     gradients = _gradient_rows(wrapped, num_steps) if compressed is None else compressed
     return [*gradients, *_other_rows(wrapped, num_steps)]
@@ -49,9 +49,8 @@ def _gradient_rows(wrapped: DistributedDataParallel, num_steps: int) -> list[Col
 
 
 def _other_rows(wrapped: DistributedDataParallel, num_steps: int) -> list[CollectiveRow]:
-    """Bytes that DDP sends in addition to gradients: buffers, at the begin of a step, and which parameters were used,
-    if it looks for unused ones.
-    """
+    """Bytes that DDP sends in addition to gradients: buffers, at the beginning of a step, and a map of used parameters
+    if it looks for unused ones."""
     found = []
     if wrapped.find_unused_parameters and not wrapped.static_graph:
         num_parameters = sum(p.requires_grad for p in wrapped._module_parameters)
@@ -67,7 +66,7 @@ def _count(data: dict[str, object], key: str) -> int:
 
 
 def _in_pieces(buffers: Sequence[torch.Tensor]) -> list[int]:
-    """Bytes of each broadcast: buffers of a type together, as torch packs them."""
+    """Bytes of each broadcast: buffers of one type together, as torch packs them."""
     pieces: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for buffer in buffers:
         own = pieces.setdefault((buffer.dtype, buffer.device), [0])
@@ -172,7 +171,7 @@ def _wrapped(model: nn.Module, group: dist.ProcessGroup, settings: StrategySetti
 
 
 def _with_compression(parallel: Parallel, compression: Compression) -> Parallel:
-    """The same model, whose state, bytes and figures are those of compressed gradients."""
+    """The same model with the state, bytes and metrics of compressed gradients."""
 
     def after_update(step: int) -> None:
         parallel.after_update(step)

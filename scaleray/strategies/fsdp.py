@@ -38,8 +38,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Sharded:
-    """Model whose parameters are shards. sent: counts its collectives;
-    window: shows own gradients; arrivals: tells when this rank comes to them."""
+    """Model whose parameters are shards. sent: counts its collectives; window: shows own gradients; arrivals: times of
+    this rank's arrivals at them."""
 
     model: nn.Module
     root: Root
@@ -70,7 +70,7 @@ class Root(OnModel):
 
     @classmethod
     def over(cls, model: nn.Module, mesh: DeviceMesh) -> Root:
-        """The root over a model that `fully_shard` has seen, with its units."""
+        """The root over a model processed by `fully_shard`, with its units."""
         root = cls(model)
         # inputs and results are the user's, who gets them as they are; the model casts its own
         fully_shard(
@@ -334,8 +334,8 @@ def has_statistics(module: nn.Module) -> bool:
 
 def shard_statistics(model: nn.Module, policy: MixedPrecisionPolicy, **options: Any) -> list[nn.Module]:
     """Make units of the layers with running statistics, which keep their own type while their inputs are narrower, as
-    autocast leaves them. Must come before any module around them is sharded. Returns these layers; none where
-    parameters are gathered in their own type."""
+    autocast leaves them. Must come before any module around them is sharded. Returns these layers; none if parameters
+    are gathered in their own type."""
     if policy.param_dtype is None:
         return []
     found = [m for m in model.modules() if has_statistics(m) and any(True for _ in m.parameters(recurse=False))]

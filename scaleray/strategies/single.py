@@ -1,4 +1,4 @@
-"""Single worker without communication: the result that every other strategy must equal."""
+"""Single worker without communication: the reference for every other strategy."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ from scaleray.strategies.contract.weight_shares import whole
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """Leave the model as it is."""
+    """Leave the model unchanged."""
     return Parallel(model=model, module=model, weights=lambda: whole(model, keeps=True), abandon=lambda: None)

@@ -67,11 +67,10 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
 
 def share_out(sizes: list[int], num_parts: int) -> list[int]:
-    """Part number of each item, so that the parts' sums are near each other: the largest first, each to the lightest
+    """Part number of each item such that the parts' sums are similar: the largest items first, each to the lightest
     part.
 
-    No part exceeds 4/3 - 1/(3 num_parts) of the best possible largest one. Source: Graham 1969, doi:10.1137/0117039.
-    """
+    No part exceeds 4/3 - 1/(3 num_parts) of the best possible largest one. Source: Graham 1969, doi:10.1137/0117039."""
     weights, parts = [0] * num_parts, [0] * len(sizes)
     for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         parts[item] = min(range(num_parts), key=lambda part: (weights[part], part))

@@ -1,8 +1,8 @@
 """Choice of the fastest way to send a bucket on this link, among those with a small enough error.
 
 Costs are measured again as links and gradients change: per message and per byte, and for each candidate the time of its
-arithmetic and the part of this bucket's gradient that it loses. Ranks agree on the worst numbers of any, and then
-decide alike. No source: the rule is ours."""
+arithmetic and the part of this bucket's gradient that it loses. Ranks agree on the worst numbers of all ranks, and then
+decide alike. No source: this rule is our choice."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Candidate:
 
 
 def choose(candidates: Sequence[Candidate], link: Link, *, max_error: float) -> Candidate | None:
-    """Fastest candidate with an error of at most `max_error`; of equally fast ones the most exact.
-    None if there is none."""
+    """Fastest candidate with an error of at most `max_error`; of equally fast ones, the most exact. None if there is
+    none."""
     fit = [candidate for candidate in candidates if candidate.error <= max_error]  # NaN never fits
     return min(fit, key=lambda c: (c.time_s(link), c.error, c.name), default=None)
 

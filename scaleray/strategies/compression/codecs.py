@@ -4,9 +4,8 @@
 delayed, not lost: the mean over ranks of everything sent, plus the mean residual, is the sum of the true mean
 gradients. Sources: Seide et al. 2014 (1-bit SGD); Karimireddy et al. 2019, arXiv:1901.09847.
 
-Values that are not finite stay so on every rank, as a loss scaler must see them. Every rank gets the same mean, bit by
-bit, and calls the same collectives, whose number and size do not depend on values.
-"""
+Non-finite values stay so on every rank, since a loss scaler must see them. Every rank gets the same mean, bit by bit,
+and calls the same collectives, whose number and size do not depend on values."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ class Codec(Protocol):
 
 
 class Whole:
-    """Codec that sends everything as it is."""
+    """Codec that sends everything unchanged."""
 
     def mean_(self, values: torch.Tensor, wire: Wire, layout: Layout) -> torch.Tensor:
         wire.mean_(values)
@@ -77,9 +76,8 @@ class Cast:
     """Codec that rounds to 16 bits and sums in them. fp16 has 11 significant bits and ends at 65504;
     bf16 has 8 and float32's range.
 
-    A mean beyond fp16's range becomes infinite, which a loss scaler takes as a reason for a smaller scale. Rounding is
-    relative, so that there is no error feedback; sums are rounded too, by as many steps as there are ranks.
-    """
+    A mean beyond fp16's range becomes infinite, so a loss scaler reduces its scale. Rounding is relative, so there is
+    no error feedback; sums are rounded too, once per rank."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -104,7 +102,7 @@ class Int8:
     An error is at most half a scale. Bytes cannot be added in transit, and with an all-gather each rank would receive
     world_size - 1 buckets: more than DDP's ring from 9 ranks on. So each rank averages one part: an all-to-all brings
     it everyone's bytes of that part, it rounds the mean again and an all-gather spreads it. That is 2 (world_size - 1)
-    / world_size bytes a value over a link, a quarter of float32's whatever the number of ranks."""
+    / world_size bytes a value over a link, a quarter of float32's for any number of ranks."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -147,9 +145,8 @@ class TopK:
     """Codec that sends the largest values of a bucket with their indices; the others accumulate until they are large
     (Lin et al. 2017, arXiv:1712.01887).
 
-    The sparsification and the accumulation are that paper's; its momentum correction and local clipping are left out.
-    Each rank receives every other's values, so it moves fewer bytes than DDP only for a density below 1 / world_size.
-    """
+    Sparsification and accumulation follow that paper; its momentum correction and local clipping are left out. Each
+    rank receives every other's values, so it moves fewer bytes than DDP only for a density below 1 / world_size."""
 
     def __init__(self, density: float) -> None:
         self.density = density
@@ -190,8 +187,7 @@ class PowerSGD:
     2019, arXiv:1905.13727).
 
     The iteration starts where the last step's ended. Vectors, and matrices that it would not shorten, are sent whole. A
-    tensor of more dimensions is a matrix with its outermost one as rows.
-    """
+    tensor of more dimensions counts as a matrix whose rows are its outermost dimension."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -258,8 +254,8 @@ class PowerSGD:
 
 
 def quantise(rows: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float32 scales (rows, n / block) and int8 codes (rows, n) of values;
-    a block with a value that is not finite has such a scale."""
+    """Float32 scales (rows, n / block) and int8 codes (rows, n) of values; a block with a non-finite value has a
+    non-finite scale."""
     blocks = rows.view(rows.shape[0], -1, block)
     scales = (blocks.abs().amax(dim=2) / LARGEST_INT8).float()
     usable = torch.where(scales > 0, scales, 1.0).to(rows.dtype)
@@ -269,7 +265,7 @@ def quantise(rows: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def dequantise(scales: torch.Tensor, codes: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-    """The values (rows, n) that the codes represent; not finite where the scale is not."""
+    """The values (rows, n) that the codes represent; not finite if the scale is not."""
     blocks = codes.view(*scales.shape, -1).to(dtype)
     return (blocks * scales.to(dtype).unsqueeze(2)).view(codes.shape)
 

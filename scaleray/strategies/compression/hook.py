@@ -1,7 +1,7 @@
 """Communication hook for DDP that compresses each bucket of gradients, and the state it carries from step to step.
 
 The residual of a rank is added to its next gradient (error feedback) if the method loses more than rounding. It is
-stored by parameter, as DDP rebuilds its buckets after the first step. The codecs are in `codecs`."""
+stored by parameter, since DDP rebuilds its buckets after the first step. The codecs are in `codecs`."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ Work = Callable[[], torch.Tensor]
 
 
 class Lane:
-    """Thread on the CPU, stream on CUDA: there collectives are only queued, and the host continues. The CUDA half has
-    been reviewed, not run. `close` ends the thread; so does garbage collection."""
+    """A thread on the CPU, a stream on CUDA, where collectives are only queued and the host continues. The CUDA code
+    has been reviewed, not run. `close` ends the thread; so does garbage collection."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -186,7 +186,7 @@ class Compression:
             self._left.carry_over(factor, was_taken=was_taken)
 
     def after_update(self, step: int) -> None:
-        """Set the figures of the completed optimizer step `step`."""
+        """Set the metrics of the completed optimizer step `step`."""
         self._steps.fill_(step)
         sent, self._sent_before = self.wire.sent_bytes - self._sent_before, self.wire.sent_bytes
         whole = max(1, self._whole_bytes)
@@ -213,12 +213,12 @@ class Compression:
         return {**left, **thin, STEPS: self._steps}
 
     def load_state(self, state: Tensors) -> None:
-        """See `Parallel.load_state`. Without a state the residual is empty, and a note reports it."""
+        """See `Parallel.load_state`. Without a state the residual is empty, which a note reports."""
         if STEPS not in state:
             what = "values not sent by earlier steps are lost" if self._left is not None else "its step count is 0"
             self.notes.append(
-                f"gradient compression ({self.settings.name}) starts as in a new run: {what}, as the checkpoint has "
-                f"no state of it for this number of workers"
+                f"gradient compression ({self.settings.name}) starts as in a new run: {what}, because the checkpoint "
+                "lacks its state for this number of workers"
             )
             return
         self._steps.copy_(state[STEPS])
@@ -258,10 +258,9 @@ class Compression:
 
 
 class _LeftOver:
-    """Values that this rank has not sent, by parameter, in the units of the gradients to come.
+    """Values that this rank has not sent, by parameter, in the units of the next gradients.
 
-    The tensors of a bucket are views of one, created with the bucket and again when buckets change.
-    """
+    The tensors of a bucket are views of one tensor, created with the bucket and again when buckets change."""
 
     def __init__(self, named: dict[str, nn.Parameter]) -> None:
         self.by_name = {
@@ -271,7 +270,7 @@ class _LeftOver:
         self._last: dict[tuple[str, ...], torch.Tensor] = {}
 
     def of(self, names: tuple[str, ...]) -> torch.Tensor:
-        """Left-over of a bucket with these parameters, flat and by reference."""
+        """Residual of a bucket with these parameters, flat and by reference."""
         if names not in self._flat:
             self._flat = {others: flat for others, flat in self._flat.items() if not set(others) & set(names)}
             flat = torch.cat([self.by_name[name] for name in names])
@@ -281,7 +280,7 @@ class _LeftOver:
         return self._flat[names]
 
     def remember(self, names: tuple[str, ...]) -> None:
-        """Keep a copy of a bucket's left-over until `carry_over`."""
+        """Store a copy of a bucket's residual until `carry_over`."""
         self._last[names] = self._flat[names].clone()
 
     def carry_over(self, factor: Number, *, was_taken: Truth) -> None:

@@ -1,1 +1,1 @@
-"""Contract between strategies and the training loop, and the mesh that a strategy is given."""
+"""Contract between strategies and the training loop, including the mesh for a strategy."""

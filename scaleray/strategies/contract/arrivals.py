@@ -1,4 +1,4 @@
-"""Collectives of a step: the time at which this rank arrives at each, and the gradients in it."""
+"""Collectives of a step: the time at which this rank arrives at each, and their gradients."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, Protocol
 from scaleray.records.profile_record import Places
 
 MOST_PLACES = 16
-"""Places watched in a pass. Recording costs the host some microseconds; layers between places are merged."""
+"""Most places watched in a pass. Recording costs the host a few microseconds; layers between places are merged."""
 
 
 class Moments:
     """Time at which this rank arrived at each place: those of the forward pass, then those of the backward pass.
 
-    now: always the same list, which the watcher of a place writes from the thread of the pass: a function call would
-    add a third of the cost. stamp: returns the time."""
+    now: always the same list, which the watcher of a place writes in the thread of the pass, since a function call
+    would add a third of the cost. stamp: returns the time."""
 
     def __init__(self, stamp: Callable[[], Any]) -> None:
         self.stamp = stamp
@@ -43,6 +43,6 @@ class ArrivalSource(Protocol):
 
 
 def drawn_together(count: int) -> list[range]:
-    """Runs of `count` places, of which the last one is watched; all of them if there are few."""
+    """Runs of `count` places, of which only the last one is watched; all places if there are few."""
     width = max(1, -(-count // MOST_PLACES))
     return [range(first, min(count, first + width)) for first in range(0, count, width)]

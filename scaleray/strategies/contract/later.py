@@ -1,7 +1,7 @@
 """Numbers that a device still computes while the host continues: copied asynchronously, and read some steps later.
-Reading a device tensor waits for all work queued before it, and the host cannot queue more meanwhile: a step of many
-small kernels loses half of its speed. So a step leaves its loss, norm and verdicts on the device, and the loop reads
-them long after they arrive. Source: PyTorch Performance Tuning Guide, "Avoid unnecessary CPU-GPU synchronization"."""
+Reading a device tensor waits for all work queued before it, while the host cannot queue more: a step of many small
+kernels loses half of its speed. So a step leaves its loss, norm and verdicts on the device, and the loop reads them
+long after they arrive. Source: PyTorch Performance Tuning Guide, "Avoid unnecessary CPU-GPU synchronization"."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from collections.abc import Sequence
 import torch
 
 STEPS_AHEAD = 2
-"""Steps that the host may run ahead of its knowledge of a device. With one, the device would wait while the host
+"""Steps that the host may run ahead of the results it has read. With one, the device would wait while the host
 reads."""
 
 
 def steps_ahead(device: torch.device) -> int:
-    """Steps that the host may run ahead: none on the CPU, whose calls return results."""
+    """Steps that the host may run ahead: none on the CPU, where calls return results."""
     return 0 if device.type == "cpu" else STEPS_AHEAD
 
 
 def on_device(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """A few numbers on the device. Does not wait for the device, which a copy from pageable memory would."""
+    """A few numbers on the device, copied without waiting for it, unlike a copy from pageable memory."""
     tensor = torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class Later:
-    """Numbers in transit from the device, float64 (n,), which no other code changes."""
+    """Numbers in transit from the device, float64 (n,), which no other code may change."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values, self._has_arrived = values, None

@@ -1,6 +1,7 @@
-"""Numbers of a step, known to the host or still computed by a device; arithmetic is written once for both. A number is
-a float if the host has it, and a tensor () on the device if reading it would wait. An operation on a one-element tensor
-takes the CPU some microseconds, and a step has fifty: numbers that need no wait are read immediately."""
+"""Numbers of a step, known to the host or still being computed by a device; arithmetic is written once for both. A
+number is a float if the host has it, and a tensor () on the device if reading it would wait. An operation on a
+one-element tensor takes the CPU some microseconds, and a step has fifty: numbers that need no wait are read
+immediately."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ Truth = bool | torch.Tensor
 
 
 def ratio(part: Number, whole: Number) -> Number:
-    """part / whole, which is not finite where `whole` is 0."""
+    """part / whole, which is not finite if `whole` is 0."""
     if isinstance(whole, torch.Tensor):
         # torch would multiply by the reciprocal, which is not the quotient to the bit
         return (part if isinstance(part, torch.Tensor) else torch.full_like(whole, part)) / whole
@@ -39,9 +40,7 @@ def is_finite(number: Number) -> Truth:
 
 
 def as_factor(number: Number, dtype: torch.dtype) -> Number:
-    """A number as the factor of a tensor of this type, rounded to it before they are multiplied, on the host or on the
-    device.
-    """
+    """A number as a factor for a tensor of this type, rounded to it before multiplication on the host or the device."""
     if isinstance(number, torch.Tensor):
         return number.to(dtype)
     if dtype in (torch.float32, torch.float64):
@@ -60,7 +59,7 @@ def together(numbers: Sequence[Number | Truth], device: torch.device) -> torch.T
 
 
 class Unread:
-    """Numbers that the host may not know yet, in order. None represents a missing one."""
+    """Numbers that the host may not have yet, in order. None represents a missing one."""
 
     def __init__(self, numbers: Sequence[Number | Truth | None]) -> None:
         self._numbers = numbers

@@ -19,12 +19,12 @@ from scaleray.strategies.contract.weight_shares import WeightShare
 
 Tensors = dict[str, torch.Tensor]
 Metrics = Mapping[str, "float | Callable[[], float]"]
-"""Figures by metric name: numbers, and functions that wait for one which the device may still compute."""
+"""Metrics by name: numbers, and functions that wait for a number which the device may still be computing."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some rows of a step on the device, as the loss takes them, and the number that counts: 0 for a placeholder."""
+    """Some rows of a step on the device, in the loss's form, and the number that counts: 0 for a placeholder."""
 
     batch: Any
     weight: int
@@ -39,9 +39,9 @@ Run = Callable[[Computation], Any]
 class OnModel(nn.Module):
     """Module that runs user code on the user's own model: `on_model(computation)` is `computation(module)`.
 
-    Strategies wrap this instead of the model: whatever the computation does with the model (call it once or several
-    times, call a method or a part, read a weight) is then one forward pass for the wrapper, and the code gets the model
-    as `build_model` made it, with all its methods and attributes."""
+    Strategies wrap this instead of the model: any use of the model in the computation (calling it once or several
+    times, calling a method or a part, reading a weight) is then one forward pass for the wrapper, and the code gets the
+    model as `build_model` made it, with all its methods and attributes."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -59,8 +59,8 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class Parallel:
-    """A model spread over workers, and the few things the loop calls. "Collective": every worker calls it, in one
-    order."""
+    """A model distributed over workers, and the functions that the loop calls. "Collective": every worker calls it, in
+    one order."""
 
     model: nn.Module
     """`module` itself, or the wrapper around it that synchronises backward passes and takes a `Computation`.
@@ -75,7 +75,8 @@ class Parallel:
     no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """Context of a micro-batch that is not the last of its step: gradients stay local."""
     abandon: Callable[[], None] | None = None
-    """Forget a step none of whose backward passes has communicated yet, so that it can be repeated. None: it cannot."""
+    """Abandon a step none of whose backward passes has communicated yet, so that it can be repeated. None:
+    impossible."""
     before_evaluation: Callable[[], None] = lambda: None
     """Make buffers equal on all ranks. Collective."""
     weights: Callable[[], WeightShare] = WeightShare
@@ -89,20 +90,20 @@ class Parallel:
     total_norm: Callable[[Sequence[torch.Tensor]], torch.Tensor] = lambda gradients: (
         torch.linalg.vector_norm(gradients[0]) if len(gradients) == 1 else torch.nn.utils.get_total_norm(gradients)
     )
-    """Norm of the whole model's gradient, given this rank's gradients. Collective where gradients are sharded."""
+    """Norm of the whole model's gradient, given this rank's gradients. Collective if gradients are sharded."""
     share_of_square: Callable[[Sequence[torch.Tensor]], float] | None = None
     """This rank's share of the squared norm of the whole model's gradient, in float64: the shares of all ranks add up
-    to it. For callers that sum other values over ranks anyway. None: there is only `total_norm`."""
+    to it. For callers that sum other values over ranks anyway. None: only `total_norm` exists."""
     forward_is_collective: bool = False
-    """Whether a forward pass communicates, so that all ranks must run equally many."""
+    """Whether a forward pass communicates, so that all ranks must run equally many of them."""
     owns: Callable[[nn.Parameter], bool] = lambda parameter: True
     """Whether this rank's optimizer updates the parameter (with ZeRO-1, the other ranks get it by `after_update`)."""
     after_update: Callable[[int], None] = lambda step: None
     """Hook after optimizer step `step`, counted from 1, in which ranks communicate parameters."""
     carry_over: Callable[[Number, Truth], None] | None = None
-    """Hook before `after_update`, for gradients that a strategy keeps from step to step. Its arguments: the factor by
-    which the next step's gradients will be larger than this one's were, as the loss scale and the expected count
-    change; whether the optimizer took the step. None: it keeps none."""
+    """Hook before `after_update`, for gradients that a strategy keeps from step to step. Its arguments: the ratio of
+    the next step's gradients to this one's, as the loss scale and the expected count change; whether the optimizer took
+    the step. None: it keeps none."""
     is_partitioned: bool = False
     """Whether ranks have parameters or optimizer state that others lack: pipeline stages, ZeRO-1."""
 
@@ -115,31 +116,31 @@ class Parallel:
     replicas_differ: bool = False
     """Whether ranks hold different values of the same parameters; checkpoints then keep each rank's."""
     averaged: Callable[[bool], contextlib.AbstractContextManager[Any]] = lambda with_optimizer: contextlib.nullcontext()
-    """Context in which `module`, and if asked the optimizer's state, hold the mean of all replicas; each has its own
-    again afterwards. Collective."""
+    """Context in which `module`, and the optimizer's state if requested, hold the mean of all replicas; each has its
+    own again afterwards. Collective."""
     use_optimizer: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
-    """Take the optimizer, as soon as it is built."""
+    """Receives the optimizer as soon as it is built."""
     before_step: Callable[[int], None] = lambda step: None
     """Hook before the first forward pass of optimizer step `step`, counted from 1."""
 
     parameter_names: tuple[str, ...] = ()
-    """Names of all parameters in the whole model's order, where `module` holds only some of them: pipeline stages."""
+    """Names of all parameters in the whole model's order, if `module` holds only some of them: pipeline stages."""
 
     run_micro_batches: (
         Callable[[list[MicroBatch], Objective, Callable[[], contextlib.AbstractContextManager[Any]]], None] | None
     ) = None
-    """Forward and backward of all micro-batches of a step, where the strategy decides their order: (micro-batches,
-    objective, autocast). The objective is called once a micro-batch, on ranks that count the loss."""
+    """Forward and backward of all micro-batches of a step, if the strategy decides their order: (micro-batches,
+    objective, autocast). The objective is called once per micro-batch, on ranks that count the loss."""
     counts_loss: bool = True
-    """Whether this rank's losses count: of several ranks with the same samples, one does."""
+    """Whether this rank's losses count: one of several ranks with the same samples does."""
 
     state: Callable[[], Tensors] = dict
     """The strategy's own state on this rank (an outer momentum, error feedback), by reference, for checkpoints."""
     load_state: Callable[[Tensors], None] = lambda state: None
-    """Restore `state`, as saved by this rank of as many; it is empty after a change of the number of workers."""
+    """Restore `state`, saved by this rank with the same number of workers; it is empty if that number changed."""
     bytes_sent: Callable[[], float] = lambda: 0.0
     """Bytes that this rank has given to collectives and sends, for gradients, parameters and activations, since it was
-    built: payloads, each counted once whatever the algorithm makes of them."""
+    built: payloads, each counted once for any algorithm."""
     collectives: Callable[[], list[CollectiveRow]] = list
     """The same by group and operation; empty if a strategy counts only bytes."""
     arrivals: ArrivalSource | None = None
@@ -148,16 +149,15 @@ class Parallel:
     """Reason why lateness of ranks cannot be measured."""
     show_own_gradients: Callable[[Callable[[torch.Tensor, float], None] | None], None] | None = None
     """Call `see(piece, factor)` from now on with each piece of this rank's own gradient, divided by `factor`, right
-    before it is summed with the others'; `see` None ends that. None: hooks of the parameters see it, in a step's last
+    before it is summed with the others'; `see` None ends that. None: parameter hooks provide it, in a step's last
     backward pass."""
     tell_phases: Callable[[Enter], None] = lambda enter: None
-    """Take the function that enters a phase, for phases inside a pass that only the strategy can see: when this rank
-    begins to wait for a collective, it enters `Phase.COMMUNICATION`, and then again the phase that was left.
-    """
+    """Receives the function that enters a phase, for phases inside a pass that only the strategy can see: when this
+    rank begins to wait for a collective, it enters `Phase.COMMUNICATION`, and afterwards the previous phase again."""
     metrics: Callable[[], Metrics] = dict
-    """Figures of the last step by metric name, such as a consensus distance."""
+    """Metrics of the last step by name, such as a consensus distance."""
     notes: list[str] = field(default_factory=list)
-    """Notes for the user on what was chosen; each is reported once, in the run's events. May grow while training."""
+    """Notes for the user on choices; each is reported once, in the run's events. The list may grow during training."""
 
     def run(self, computation: Computation) -> Any:
         """Result of user code on the model, as the forward pass of a micro-batch, whose backward pass is then
@@ -176,5 +176,5 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def known(figures: Metrics) -> dict[str, float]:
-    """The figures as numbers; waits for those that the device still computes."""
+    """The metrics as numbers; waits for those that the device is still computing."""
     return {name: value() if callable(value) else value for name, value in figures.items()}

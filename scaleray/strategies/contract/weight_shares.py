@@ -1,5 +1,5 @@
 """Final weights of a model, divided among the ranks that write them: no rank holds more than its share. Each sharded
-tensor is gathered separately and stays with the rank that writes it, which then works outside of any collective."""
+tensor is gathered separately and stays on the rank that writes it, which then works outside of any collective."""
 
 from __future__ import annotations
 
@@ -58,10 +58,8 @@ def _is_dense(value: Any) -> bool:
 
 def shared_out(sizes: Mapping[str, int], num: int) -> dict[str, int]:
     """Part number, below `num`, of each name: runs of neighbours of about equal bytes.
-    Tensors of one layer stay together.
 
-    No run has more than its part of all bytes and one layer.
-    """
+    Tensors of one layer stay together. No run has more than its part of all bytes plus one layer."""
     layers: dict[str, list[str]] = {}
     for name in sizes:
         layers.setdefault(name.rpartition(".")[0], []).append(name)
@@ -76,16 +74,15 @@ def shared_out(sizes: Mapping[str, int], num: int) -> dict[str, int]:
 
 
 def share_among(module: nn.Module, ranks: Sequence[int], *, rank: int) -> WeightShare:
-    """This rank's share of a model whose tensors all of `ranks` hold or have shards of. Collective, as `share_of`
-    is."""
+    """This rank's share of a model whose tensors or shards all of `ranks` hold. Collective, like `share_of`."""
     whole_sizes = sizes(module)
     parts = shared_out(whole_sizes, len(ranks))
     return share_of(module, {n: Placed(ranks[parts[n]], size) for n, size in whole_sizes.items()}, rank=rank)
 
 
 def share_of(module: nn.Module, layout: Mapping[str, Placed], *, rank: int) -> WeightShare:
-    """The tensors that `layout` gives to `rank`. Collective over the meshes of sharded ones, one after another: at no
-    time is more than one whole on the device."""
+    """The tensors that `layout` gives to `rank`. Collective over the meshes of sharded ones, one after another, so only
+    one whole tensor is on the device at a time."""
     names: dict[int, list[str]] = {}
     values: dict[int, Any] = {}
     left_out = []

@@ -1,1 +1,1 @@
-"""Parts of FSDP: units, unsharding, counted collectives, and models built in pages."""
+"""Parts of FSDP: units, unsharding, counted collectives, and paged building of models."""

@@ -1,4 +1,4 @@
-"""The collectives of sharded training: counted, timed where the host waits for them, and reported to watchers."""
+"""The collectives of sharded training: counted, timed if the host waits for them, and reported to watchers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Window:
 
 
 class CountedAllGather(DefaultAllGather):
-    """torch's all-gather, counted. A rank gives its shard of a unit."""
+    """torch's all-gather, counted. A rank contributes its shard of a unit."""
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
@@ -43,8 +43,8 @@ class CountedAllGather(DefaultAllGather):
 
 
 class CountedReduceScatter(DefaultReduceScatter):
-    """torch's reduce-scatter, counted. A rank gives the whole gradient of a unit, and exposes it in `window`. replicas:
-    the group over which the result is all-reduced afterwards."""
+    """torch's reduce-scatter, counted. A rank contributes the whole gradient of a unit, and exposes it in `window`.
+    replicas: the group over which the result is all-reduced afterwards."""
 
     def __init__(
         self, entry: Entry, window: Window | None = None, *, replicas: dist.ProcessGroup | None = None

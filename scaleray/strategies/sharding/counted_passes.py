@@ -23,7 +23,7 @@ from scaleray.strategies.wire.ledger import Ledger
 
 class CountedPasses:
     """Forward and backward passes of a step's micro-batches, as the loop itself would run them. Traffic of the styles
-    and FSDP is counted below the dispatcher, once per shape of a micro-batch."""
+    and of FSDP is counted below the dispatcher, once per shape of a micro-batch."""
 
     def __init__(self, model: nn.Module, on_model: nn.Module, mesh: DeviceMesh) -> None:
         self._model, self._on_model, self._replicas = model, on_model, mesh["dp"]
@@ -40,7 +40,7 @@ class CountedPasses:
         self.sent.tell_phases(enter)
 
     def count_units(self) -> None:
-        """Count and time the collectives of FSDP's units where they are called."""
+        """Count and time the collectives of FSDP's units at their calls."""
         size = self._replicas.size()
         for unit in self._model.modules():
             if isinstance(unit, FSDPModule):

@@ -18,8 +18,8 @@ from scaleray.records.text.units import GIB
 
 @dataclass(frozen=True)
 class Units:
-    """Modules to shard as one unit each, in the order of the forward pass as far as the model's own order shows it; the
-    model itself, with the rest, is added on top."""
+    """Modules to shard as one unit each, in the order of the forward pass as far as the model's own order shows it. The
+    model itself, with the rest, is added as the outermost unit."""
 
     modules: list[nn.Module]
     names: list[str]
@@ -30,7 +30,7 @@ class Units:
 
 
 def choose_units(model: nn.Module, settings: FsdpSettings, workload: Any) -> Units:
-    """The units requested by the settings. A module with a parameter that is also used outside cannot be one: its
+    """The units requested by the settings. A module with a parameter that is also used elsewhere cannot be a unit: its
     parameters go to the unit around it. Raises WorkloadError if the model or the workload lacks them."""
     asked = {"blocks": _blocks, "size": _large_enough, "class": _of_classes}[settings.wrap](model, settings, workload)
     uses, occurrences, notes = _uses(model), Counter(map(id, _all_modules(model))), []
@@ -44,7 +44,7 @@ def choose_units(model: nn.Module, settings: FsdpSettings, workload: Any) -> Uni
             chosen.append((name, module))
         else:
             path = next(n for n, p in module.named_parameters() if id(p) == shared)
-            notes.append(f"fsdp: {name} is not a separate unit, as its {path} is also used elsewhere")
+            notes.append(f"fsdp: {name} is not a separate unit, because its {path} is also used elsewhere")
     if not chosen:
         hint = "fsdp.wrap size makes units of any model" if settings.wrap == "blocks" else "see fsdp.wrap"
         notes.append(f"fsdp: the whole model is one unit, gathered at once ({hint})")
@@ -73,7 +73,7 @@ def prefetch_distance(units: Units, settings: FsdpSettings, *, bytes_per_paramet
     raise ConfigError(
         "fsdp.max_unsharded_gib",
         settings.max_unsharded_gib,
-        f"the {'largest unit with what is in none' if settings.reshard_after_forward else 'whole model'} "
+        f"the {'largest unit with the parameters outside units' if settings.reshard_after_forward else 'whole model'} "
         f"takes {_rounded_up(least)}",
         "use smaller units (fsdp.wrap), or allow more"
         + ("" if settings.reshard_after_forward else ", or set fsdp.reshard_after_forward"),
@@ -122,7 +122,7 @@ def _of_classes(model: nn.Module, settings: FsdpSettings, workload: Any) -> set[
 
 
 def _large_enough(model: nn.Module, settings: FsdpSettings, workload: Any) -> set[int]:
-    """Ids of units found from the leaves up: a module becomes one when what its inner units leave over is large
+    """Ids of units found from the leaves up: a module becomes one if the rest outside its inner units is large
     enough."""
     asked: set[int] = set()
     taken: set[int] = set()

@@ -1,6 +1,6 @@
-"""Waits for DTensor's collectives: their duration on the host, and the arrival at each. DTensor runs collectives
-concurrently with the following work, and waits when a result is first used. All waits go through one function of torch,
-which this module replaces during the passes of a step."""
+"""Waits for DTensor's collectives: their duration on the host, and arrival times. DTensor runs collectives concurrently
+with the following work, and waits when a result is first used. All waits go through one function of torch, which this
+module replaces during the passes of a step."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from scaleray.strategies.contract.arrivals import Moments, drawn_together
 class Waits:
     """Context of the forward and backward pass of a micro-batch, in which every wait is recorded; used again for each.
 
-    on_host: whether the host blocks in a wait, as on the CPU; on a GPU a stream does. enter: see
-    `Parallel.tell_phases`.
-    """
+    on_host: whether the host blocks in a wait, as on the CPU; on a GPU the stream does. enter: see
+    `Parallel.tell_phases`."""
 
     def __init__(self, *, on_host: bool) -> None:
         self.on_host = on_host
@@ -34,7 +33,7 @@ class Waits:
         self.seconds = 0.0
         """Seconds that the host was blocked, over all passes."""
         self.count = 0
-        """Waits of the pass that runs, or has run."""
+        """Number of waits in the current or last pass."""
         self.noted: dict[int, Callable[[], None]] = {}
         """Function called when the pass arrives at its n-th wait."""
         self.on_wait: Callable[[], None] | None = None
@@ -71,7 +70,7 @@ class Waits:
 
 
 class LayerArrivals:
-    """Arrivals at the waits of a pass, by the layers that a rank has computed since the wait before."""
+    """Arrivals at the waits of a pass, by the layers that a rank has computed since the previous wait."""
 
     def __init__(self, model: nn.Module, waits: Waits) -> None:
         self._model, self._waits = model, waits
@@ -82,7 +81,7 @@ class LayerArrivals:
         """Layers computed before each wait of the forward and of the backward pass, and after the last one."""
 
     def enter_backward(self) -> None:
-        """Take note that the backward pass begins."""
+        """Note that the backward pass begins."""
         self._is_backward = True
 
     def settle(self, moments: Moments) -> Places | None:
@@ -117,7 +116,7 @@ class LayerArrivals:
         self._waits.noted, self._waits.on_wait, self._waits.on_pass = {}, None, lambda: None
 
     def _learn(self) -> None:
-        """Start to record the computed layers and the waits of a pass."""
+        """Begin to record the computed layers and the waits of a pass."""
         self._is_learning = True
         self._waits.on_pass, self._waits.on_wait = self._begin, self._wait
         for name, module in self._model.named_modules():

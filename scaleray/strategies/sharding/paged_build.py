@@ -2,8 +2,7 @@
 
 All workers run the same code on the same random numbers. Memory untouched for a while is split: each worker keeps its
 part and frees the rest, and all gather it again when the code or the sharding needs it. So the code may do anything,
-such as draw until a condition holds, which a build without memory (meta device) and a later initialisation cannot
-repeat."""
+such as drawing until a condition holds, which building on the meta device and initialising later cannot repeat."""
 
 from __future__ import annotations
 
@@ -31,7 +30,8 @@ READ_WITHOUT_DISPATCH = {
 
 @dataclass
 class _Page:
-    """Memory of one or more tensors. kept: this rank's part if the rest is freed; digest: then that of the whole."""
+    """Memory of one or more tensors. kept: this rank's part if the rest is freed; digest: in that case, that of the
+    whole."""
 
     storage: StorageWeakRef
     num_bytes: int
@@ -44,9 +44,8 @@ class _Page:
 class PagedBuild(TorchDispatchMode):
     """Context in which a model is built and sharded. Collective over `group`: all ranks must run the same operations.
 
-    bound_bytes: about how much recently touched memory stays whole; tensors in use at the same time always do. Between
-    the build and the strategy, call `digests`, after which nothing is split, and `finish`.
-    """
+    bound_bytes: approximate amount of recently used memory that stays whole; tensors in use at the same time always do.
+    Between the build and the strategy, call `digests`, after which nothing is split, and `finish`."""
 
     def __init__(self, group: dist.ProcessGroup, *, bound_bytes: float) -> None:
         super().__init__()
@@ -182,7 +181,7 @@ class _Readers(TorchFunctionMode):
 
 
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
-    """Memory of plain tensors; a subclass such as DTensor is made of others, which have their turn."""
+    """Memory of plain tensors; a subclass such as DTensor consists of others, which are visited separately."""
     seen = set()
     for leaf in tree_leaves(values):
         if (

@@ -16,7 +16,7 @@ Collective = CountedAllGather | CountedReduceScatter
 
 
 class UnitArrivals:
-    """Arrivals at the collectives of a model's units. distance: how many units are gathered ahead."""
+    """Arrivals at the collectives of a model's units. distance: number of units gathered ahead."""
 
     def __init__(self, model: nn.Module, units: Units, distance: int) -> None:
         self._model, self._units, self._distance = model, units, distance
@@ -32,7 +32,7 @@ class UnitArrivals:
         self._collectives[unit] = gather, scatter
 
     def settle(self, moments: Moments) -> Places:
-        """See `ArrivalSource`. The places are known at once.
+        """See `ArrivalSource`. The places are known immediately.
 
         In the forward pass a unit is gathered before the unit `distance` in front of it computes: a rank that arrives
         late there lost the time in the unit before. The first gather marks the start. In the backward pass ranks also

@@ -1,7 +1,6 @@
 """Restore the user's model after sharded training: torch's `fully_shard` cannot undo itself.
 
-Written against torch 2.13, whose private names are used; tests/strategies/test_fsdp.py fails if they move.
-"""
+Written against torch 2.13, whose private names it uses; tests/strategies/test_fsdp.py fails if they move."""
 
 from __future__ import annotations
 

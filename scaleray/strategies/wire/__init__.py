@@ -1,1 +1,1 @@
-"""Records of the collectives: content, order, and thread."""
+"""Counting and recording of collectives: content, order, and thread."""

@@ -1,9 +1,8 @@
 """Time when each bucket of DDP is full, at its last gradient, and when all are.
 
-A communication hook in Python would see it too, and cost ten times as much: DDP would hand it every bucket instead of
-reducing it in C++, and a thread that reads rows could keep it waiting for the interpreter. A hook of one parameter a
-bucket changes nothing of what DDP does. A hook of the loss would see the end of a pass alone, and cost as much as six.
-"""
+A communication hook in Python would see it too, but cost ten times as much: DDP would pass it every bucket instead of
+reducing it in C++, and it could wait for the interpreter while a thread reads rows. A hook on one parameter per bucket
+does not affect DDP. A hook on the loss would see only the end of a pass, and cost as much as six."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from scaleray.records.profile_record import Places
 from scaleray.strategies.contract.arrivals import Moments, drawn_together
 
 STEPS_BEFORE = 2
-"""Steps after which DDP keeps the layout of its buckets: it rebuilds them at the begin of the second one."""
+"""Steps after which DDP keeps the layout of its buckets: it rebuilds them at the beginning of the second one."""
 LEAST_PLACES = 6
 """Fewest watched places of a pass, if there are enough parameters."""
 
@@ -44,7 +43,7 @@ class BucketArrivals:
         self._pass = -1  # torch's number of the backward pass that runs, or has run
 
     def tell_phases(self, enter: Enter) -> None:
-        """See `Parallel.tell_phases`: what follows the last gradient of a step is exposed communication."""
+        """See `Parallel.tell_phases`: time after the last gradient of a step is exposed communication."""
         self._enter = enter
         if not self._hooks:  # until the places are known, the one that should come first speaks for all
             last = len(self._parameters) - 1
@@ -120,7 +119,7 @@ class BucketArrivals:
             self._enter(Phase.COMMUNICATION)
 
     def _buckets(self) -> list[list[int]]:
-        """Numbers of the parameters in each bucket, both in the order in which gradients come."""
+        """Numbers of the parameters in each bucket, both in the order in which gradients arrive."""
         data = self._wrapped._get_ddp_logging_data()
         if data.get("has_rebuilt_buckets") and data.get("rebuilt_per_bucket_param_indices"):
             text = str(data["rebuilt_per_bucket_param_indices"])

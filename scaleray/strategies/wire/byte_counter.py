@@ -1,5 +1,5 @@
 """Count the collectives in a piece of work and their bytes, below torch's dispatcher. For communication that no
-strategy starts itself, such as DTensor's. It slows the work, so watch it once and count repetitions."""
+strategy starts itself, such as DTensor's. It slows the work, so measure it once and count repetitions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IN_WORDS = {
     "all_to_all": "all_to_all",
     "send": "send",
 }
-"""Names of operations here by the begin of torch's, of which there are several for each."""
+"""Names of operations by the beginning of torch's, of which there are several for each."""
 
 
 class Kind(NamedTuple):

@@ -1,4 +1,4 @@
-"""Collectives on flat tensors that count their bytes, and the cost of these on a link."""
+"""Collectives on flat tensors that count their bytes, and their cost on a link."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scaleray.strategies.wire.ledger import Ledger
 
 @dataclass(frozen=True)
 class Message:
-    """One collective that a way of sending needs. payload_bytes: bytes that one rank gives to it."""
+    """One collective of a codec. payload_bytes: bytes that one rank contributes."""
 
     kind: str
     """Kind of collective: all_reduce, all_gather or all_to_all."""
@@ -24,16 +24,15 @@ class Message:
     def link_bytes(self, world_size: int) -> float:
         """Bytes that each rank sends over its link with bandwidth-optimal algorithms (Thakur et al. 2005, section 4).
 
-        A ring's all-reduce sends a rank's payload nearly twice; an all-gather passes everyone's payload on, so that it
-        grows with the number of ranks; an all-to-all sends all but the rank's own part once.
-        """
+        A ring's all-reduce sends a rank's payload nearly twice; an all-gather passes everyone's payload on, so it grows
+        with the number of ranks; an all-to-all sends all but the rank's own part once."""
         others = world_size - 1
         factor = {"all_reduce": 2 * others / world_size, "all_gather": others, "all_to_all": others / world_size}
         return self.payload_bytes * factor[self.kind]
 
 
 class Wire:
-    """The collectives of one group. Each is blocking, and counted in `ledger`: payloads, each once."""
+    """The collectives of one group. Each is blocking, and its payload is counted once in `ledger`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -42,12 +41,12 @@ class Wire:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of all of them together."""
+        """Total sent bytes."""
         return int(self.ledger.num_bytes)
 
     def mean_(self, values: torch.Tensor) -> torch.Tensor:
-        """Mean over all ranks, in place.
-        Divides first, as DDP does, so that a sum cannot overflow where no mean would."""
+        """Mean over all ranks, in place. Divides first, as DDP does, so that the sum cannot overflow if the mean does
+        not."""
         return self.sum_(values.div_(self.world_size))
 
     def sum_(self, values: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Broadcast of many tensors as few: flat buffers of one dtype and of limited size."""
+"""Broadcast of many tensors in a few flat buffers of one dtype and limited size."""
 
 from __future__ import annotations
 

@@ -24,12 +24,12 @@ class Entry:
     count: int = 0
     num_bytes: float = 0.0
     seconds: float | None = None
-    """Seconds that the host waited for them; None if it did not, and on a GPU, where they wait in its queue."""
+    """Seconds that the host waited for them; None if it did not, or on a GPU, whose queue waits instead."""
 
     enter: Enter | None = None
     """Enters a phase while the host waits."""
     on_host: bool = True
-    """Whether the last payload lay in the host's memory."""
+    """Whether the last payload was in the host's memory."""
 
     def add(self, tensor: torch.Tensor) -> None:
         """Count a collective with this payload."""
@@ -38,12 +38,13 @@ class Entry:
         self.on_host = tensor.device.type == "cpu"
 
     def waited(self, seconds: float) -> None:
-        """Add seconds in which the host waited; nothing on a GPU, where the host only puts waits into a queue."""
+        """Add seconds in which the host waited; does nothing on a GPU, where the host only queues waits."""
         if self.on_host:
             self.seconds = (self.seconds or 0.0) + seconds
 
     def run(self, start: Callable[[], Any], tensor: torch.Tensor) -> Any:
-        """Run a collective with this payload; its result. On the CPU, one that is not asynchronous is timed."""
+        """Run a collective with this payload and return its result. On the CPU, one that is not asynchronous is
+        timed."""
         self.add(tensor)
         if not self.on_host:
             return start()  # the host only puts it into a queue
@@ -75,7 +76,7 @@ class Ledger:
 
     @property
     def num_bytes(self) -> float:
-        """Bytes of all collectives together."""
+        """Total bytes of all collectives."""
         return sum(entry.num_bytes for entry in self._entries.values())
 
     def rows(self) -> list[CollectiveRow]:
