@@ -20,17 +20,15 @@ from scaleray.sweeps.sweep_page import write_sweep_report
 def report(run: str | Path, *, out: str | Path | None = None, uri: str | None = None) -> list[Path]:
     """Write the report of a recorded training, study or sweep again; returns its files, report.html first.
 
-    run: its folder, its name in the storage path, or its id or name in MLflow at `uri`. out: a folder; None is the
-    run's own.
-    """
+    run: its folder, its name in the storage path, or its id or name in MLflow at `uri`. out: a folder; None: the run's
+    own."""
     return write_report(find_run(str(run), uri=uri), None if out is None else Path(out))
 
 
 def write_report(found: FoundRun, out: Path | None = None) -> list[Path]:
     """Write the report; returns the paths of its files, report.html first. Raises StorageError.
 
-    out: a folder; None is the record's own, or report-NAME in the current folder where that is not on this machine.
-    """
+    out: a folder; None: the record's own, or report-NAME in the current folder if that is not on this machine."""
     record = found.record
     folder = out or _own_folder(found) or Path("report-" + re.sub(r"[^\w.-]", "_", record.name))
     try:

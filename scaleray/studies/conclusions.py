@@ -1,4 +1,4 @@
-"""Conclusions from a study's points in addition to their curves: text, and the planner's model as a law."""
+"""Conclusions from a study's points beyond their curves: text, and the planner's model as a law."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from scaleray.studies.hardware import OVERSUBSCRIBED, RELAUNCHED
 from scaleray.studies.study_options import MODES
 
 KNOWN = tuple(name for name, traits in TRAITS.items() if not traits.trains_apart and not traits.splits_replica)
-"""Strategies whose steps the planner models as scaleray takes them."""
+"""Strategies that the planner models as scaleray implements them."""
 GRADIENT_BYTES = {"none": 4.0, "fp16": 2.0, "bf16": 2.0}
 STATE_BYTES = {"sgd": 4, "lars": 4}
 
@@ -39,10 +39,10 @@ def planner_law(
     *,
     workers_per_node: int,
 ) -> GivenLaw:
-    """The law for a curve of these points, at least two.
+    """The planner's law for a curve of these points, at least two.
 
-    profile: the model's, or the reason for its absence. hardware: of the workers. Raises UsageError if there is no law.
-    """
+    profile: the model's, or the reason for its absence. hardware: of the workers. Raises UsageError if there is no
+    law."""
     base, *_, largest = sorted(points, key=lambda point: point.workers)
     _check(config, points)
     sizes = [_size(point) for point in points]
@@ -75,12 +75,12 @@ def _check(config: RunConfig, points: Sequence[Point]) -> None:
     if EMULATED in marks:
         raise UsageError("the model", EMULATED, "its steps sleep instead of computing")
     if OVERSUBSCRIBED in marks:
-        raise UsageError("the placement of workers", OVERSUBSCRIBED, "the planner gives each cores of its own")
+        raise UsageError("the placement of workers", OVERSUBSCRIBED, "the planner assumes separate cores for each")
     for strategy in (point.strategy for point in points):
         if strategy not in KNOWN:
             raise UsageError("the strategy", strategy, f"the planner knows only {', '.join(KNOWN)}")
     if config.compression.name not in GRADIENT_BYTES:
-        raise UsageError("compression.name", config.compression.name, "the cost of compression is not known")
+        raise UsageError("compression.name", config.compression.name, "the cost of compression is unknown")
     if config.fine_tuning.lora_rank or config.fine_tuning.freeze:
         raise UsageError("fine_tuning", "frozen parameters", "the planner counts a gradient for every parameter")
 
@@ -184,7 +184,7 @@ def about_target(target: str, points: Sequence[Point]) -> list[str]:
     last = f"{nearest.metric} {nearest.value:.4g} after {nearest.samples} samples on {workers}"
     if len(missed) == len(trained):
         return [
-            f"The target {target} was never reached, the nearest is {last}: train longer (stop.after), or give another."
+            f"The target {target} was never reached, the nearest is {last}: train longer (stop.after), or lower it."
         ]
     names = ", ".join(
         f"{point.mode} {quantity(point.workers, 'worker')} (batch {point.global_batch_size})" for point, _ in missed
@@ -203,6 +203,6 @@ def about_launches(points: Sequence[Point]) -> list[str]:
     if not apart:
         return []
     return [
-        f"Sizes of the {' and the '.join(apart)} curve were measured by different launches, and no interval includes "
-        "how much two launches of the same differ: to compare them, measure all in one (--force, without --relaunch)."
+        f"Sizes of the {' and the '.join(apart)} curve were measured by different launches, and the intervals do not "
+        "include differences between launches: to compare them, measure all in one (--force, without --relaunch)."
     ]

@@ -1,4 +1,4 @@
-"""Room for a study's workers: cores, Ray's CPUs, sizes that are measured despite too few cores, and the hardware."""
+"""Capacity for a study's workers: cores, Ray's CPUs, sizes measured despite too few cores, and the hardware."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def nodes_of(config: RunConfig, sizes: Sequence[int], workload: Any, *, oversubs
 
 def topology_of(config: RunConfig, nodes: Sequence[Node] | None) -> dict[str, Any]:
     """Nodes and start method of workers, for the conditions. nodes: the cluster's nodes; None without Ray. Addresses
-    are left out: they change when a cluster restarts, but measurements do not."""
+    are left out, since they change when a cluster restarts but measurements do not."""
     if nodes is None:
         return {
             "launch": "gloo processes",
@@ -74,8 +74,8 @@ def workers_per_node(config: RunConfig, nodes: Sequence[Node] | None) -> int:
 
 @dataclass(frozen=True)
 class Room:
-    """Sizes of a study that fit. sizes: the numbers of workers to measure. shares_cores: the largest one has fewer
-    cores than workers. left_out: a sentence on those not measured, or empty."""
+    """Sizes of a study that fit. sizes: the numbers of workers to measure. shares_cores: whether the largest one has
+    fewer cores than workers. left_out: a sentence on sizes that are not measured, or empty."""
 
     sizes: list[int]
     shares_cores: bool
@@ -85,9 +85,9 @@ class Room:
 def find_room(
     config: RunConfig, sizes: Sequence[int], workload: Any, nodes: Sequence[Node] | None, *, oversubscribe: bool
 ) -> Room:
-    """Select sizes with a core for each worker. Others are measured only on request or if the workload only sleeps:
-    workers that share cores measure the machine's scheduler. Raises ClusterError if fewer than two sizes remain, too
-    few for a curve."""
+    """Select sizes with a core for each worker. Others are measured only on request or if the workload only sleeps,
+    since workers that share cores measure the machine's scheduler. Raises ClusterError if fewer than two sizes remain,
+    too few for a curve."""
     cores, ordered = num_cores(nodes), sorted(sizes)
     if config.scale.gpus or ordered[-1] <= cores:
         return Room(ordered, False)
@@ -98,7 +98,7 @@ def find_room(
     reason = f"{has}, and workers that share one give no valid measurement"
     ways_out = (
         "an emulated accelerator (scaleray.emulation) rehearses more; "
-        "--oversubscribe measures them anyway and marks every figure"
+        "--oversubscribe measures them anyway and marks every value"
     )
     if len(kept) < 2:
         raise ClusterError("--world-sizes", more[-1], reason, f"use up to {cores} workers; {ways_out}")
@@ -132,7 +132,7 @@ def launch_config(config: RunConfig, room: Room, nodes: Sequence[Node] | None) -
         if 0 < cpus < workers * config.scale.cpus_per_worker:
             scale["scale.cpus_per_worker"] = max(0.01, int(100 * cpus / workers) / 100)
     spread = config.changed(scale)
-    where = "without GPUs: --scale.gpus-per-worker 0" if config.scale.gpus else "on this machine alone with --local"
+    where = "without GPUs: --scale.gpus-per-worker 0" if config.scale.gpus else "only on this machine with --local"
     check_option_fits("--world-sizes", spread, nodes, hint=f"leave the size out, or measure {where}")
     return spread
 

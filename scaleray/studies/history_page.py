@@ -29,15 +29,14 @@ def experiment_curves(
     uri: str | None = None,
     command: str = "scaleray.experiment_curves(...)",
 ) -> list[Course]:
-    """Show how a figure of the same training on the same machines changed over time.
+    """Show how a measurement of the same training on the same machines changed over time.
 
     model: a part of the workload's name. gpus: number of workers. since: a date such as 2026-11-01, or how long ago, as
     in 7d. figure: efficiency, samples_per_s, mfu, speedup or step_time_s. html: a file for the page, which names
     `command` as its origin. uri: MLflow's tracking URI. A change of level is a `ChangePoint` of `.changes`, found by
     the E-divisive method.
 
-    Raises UsageError if no experiment has the figure, StorageError if the page cannot be written.
-    """
+    Raises UsageError if no experiment has the figure, StorageError if the page cannot be written."""
     from scaleray.recording.experiments import read_experiments
 
     if figure not in FIGURES:
@@ -58,7 +57,7 @@ def experiment_curves(
 
 
 def course_drawing(course: Course, *, name: str) -> Drawing:
-    """The course as a figure. name: the stem of its file's name."""
+    """The history as a figure. name: the stem of its file's name."""
     import numpy as np
 
     moments: list[Any] = [datetime.fromisoformat(str(one.values["started"])) for one in course.points]
@@ -120,7 +119,7 @@ def course_headline(found: Sequence[Course]) -> str:
 
 
 def history_page(found: Sequence[Course], *, command: str) -> str:
-    """The page as HTML. Nothing in it is loaded from elsewhere."""
+    """The page as self-contained HTML."""
     sections = [
         Section(
             course.title,

@@ -1,4 +1,4 @@
-"""Measurements that must not be used: they stay, with the reason, and no study reuses them."""
+"""Invalid measurements: they are kept, with the reason, and no study reuses them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ LONGEST_REASON = 1000
 def invalidate_experiment(run: str, reason: str, *, uri: str | None = None) -> list[str]:
     """Mark a run, study, sweep or a single point as invalid in MLflow: `scaleray tracking invalidate`.
 
-    run: its id or name in MLflow; of a point or trial its id. It stays in MLflow with the reason, and nothing uses it:
-    not by `tracking curve`, not by `plan --learn`, not by a later study of the same conditions, which would reuse its
-    measurements. Returns lines on the changes. Raises UsageError for a run that does not exist or is already marked.
-    """
+    run: its id or name in MLflow; of a point or trial its id. It stays in MLflow with the reason, and is not used by
+    `tracking curve`, by `plan --learn`, or by a later study of the same conditions, which would otherwise reuse its
+    measurements. Returns lines on the changes. Raises UsageError for a run that does not exist or is already marked."""
     if not reason.strip() or len(reason) > LONGEST_REASON:
         hint = "state the cause: 'the fan was off'"
         raise ConfigError("--reason", reason, f"it must have 1 to {LONGEST_REASON} characters", hint)
@@ -53,7 +52,7 @@ def _find(run: str, store: str) -> tuple[Any, Any]:
     client, runs = runs_in_mlflow(run, store)
     if len(runs) > 1:
         ids = ", ".join(one.info.run_id for one in runs[:5])
-        raise TrackingError("RUN", run, f"{len(runs)} runs have this name", f"give one's id: {ids}")
+        raise TrackingError("RUN", run, f"{len(runs)} runs have this name", f"use the id of one: {ids}")
     return client, runs[0]
 
 
@@ -69,4 +68,4 @@ def _keep_from_studies(study: Any, point: Any | None, reason: str) -> list[str]:
         mark_invalid(path, turns)
     except (OSError, ValueError) as exc:
         return [f"warning: its measurements in {path} could not be marked and may be reused: {first_line(exc)}"]
-    return [f"no study reuses its measurements any more: {path}"]
+    return [f"no study will reuse its measurements: {path}"]

@@ -1,6 +1,6 @@
 """Measure throughput of nested groups inside one group of workers, interleaved and in random order. With one placement
-and environment, a drifting machine slows every size alike and does not bend the curve. Runs under plain gloo processes
-and inside Ray Train; results go to a callable."""
+and environment, a drifting machine slows every size equally and does not distort the curve. Runs under plain gloo
+processes and inside Ray Train; results go to a callable."""
 
 from __future__ import annotations
 
@@ -68,16 +68,15 @@ MOST_STEPS = 2000
 
 @dataclass(kw_only=True)
 class Rung:
-    """A training on the first `workers` workers of a study, and its results so far. name: unique, for people.
+    """One size of a study: a training on the first `workers` workers, and its results so far. name: unique, for people.
 
-    A turn lasts at least `steps` steps and `seconds` seconds.
-    """
+    A turn lasts at least `steps` steps and `seconds` seconds."""
 
     name: str
     workers: int
     job: TrainJob
     modes: list[Mode] = field(default_factory=list)
-    """Curves that include it: the base is in two."""
+    """Curves that include it: the base can be in two."""
     num_turns: int
     steps: int = 40
     seconds: float = 3.0
@@ -88,7 +87,7 @@ class Rung:
     """Whether noise is measured: during the training to the target if there is one, otherwise over as many untimed
     steps as a turn has."""
     marks: list[str] = field(default_factory=list)
-    """Conditions of its turns that every figure must show, as far as known beforehand."""
+    """Conditions of its turns that must be shown with every value, as far as known beforehand."""
     turns: list[Turn] = field(default_factory=list)
     to_target: ToTarget | None = None
     noise: NoiseCourse | None = None
@@ -105,7 +104,7 @@ class Rung:
 
     @property
     def needs_target(self) -> bool:
-        """Whether it must still train to the target; that training also measures its noise."""
+        """Whether it must still train to the target, which also measures its noise."""
         return self.trains_to_target and (self.to_target is None or self.needs_noise)
 
     @property
@@ -114,16 +113,16 @@ class Rung:
         return not (self.num_missing or self.needs_noise or self.needs_target)
 
     def steps_of_a_turn(self, step_time_s: float) -> int:
-        """Number of steps of a turn, given how long one takes: whole periods, so that rare events count as often as
-        they happen."""
+        """Number of steps of a turn, given how long one takes: whole periods, so that rare events are weighted by their
+        frequency."""
         wanted = max(self.steps, math.ceil(self.seconds / step_time_s)) if step_time_s > 0 else MOST_STEPS
         return math.ceil(min(wanted, max(MOST_STEPS, self.steps)) / self.period) * self.period
 
 
 Result = Turn | ToTarget | NoiseCourse | RankSample | str
-"""Measurement of a rung, a worker's result in a turn, or a note."""
+"""Measurement of a size, a worker's result in a turn, or a note."""
 Tell = Callable[[tuple[str, Result]], Any]
-"""Function that takes the name of a rung and a result."""
+"""Function called with the name of a size and a result."""
 
 
 def order_of_turns(rungs: Sequence[Rung], seed: int) -> list[tuple[int, Rung]]:
@@ -179,8 +178,8 @@ def measure_sizes(place: Place, rungs: Sequence[Rung], seed: int, tell: Tell, so
 
 
 def _rehearse(rung: Rung, groups: SubGroups, sources: Sources) -> int:
-    """Number of steps of this rung's turns, from a few steps that are not counted, which also warm caches, compilers
-    and readers."""
+    """Number of steps of this size's turns, from a few uncounted steps, which also warm caches, compilers and
+    readers."""
     step_time_s = 0.0
     length = max(REHEARSAL_STEPS, 2 * rung.period)
     with groups.of(rung.workers) as place:

@@ -12,7 +12,7 @@ from scaleray.studies.measure_sizes import Rung
 from scaleray.training.setup.job import TrainJob
 
 WELL = 2.0
-"""Factor from which a batch is well below or above the noise scale."""
+"""Factor from which a batch counts as well below or above the noise scale."""
 
 
 def with_noise(config: RunConfig) -> RunConfig:
@@ -23,7 +23,7 @@ def with_noise(config: RunConfig) -> RunConfig:
 
 
 def source_of(job: TrainJob) -> NoiseSource:
-    """Gradients from which a training measures its noise, if it does."""
+    """Gradients from which a training measures its noise, or None."""
     recipe = job.recipe
     return noise_source(
         job.config,
@@ -52,7 +52,7 @@ def in_words(noise: NoiseCourse) -> str:
 
 
 def surest(points: Sequence[Point]) -> Point | None:
-    """The point with most noise measurements, unbiased ones first; None if there is none."""
+    """The point with the most noise measurements, preferring unbiased ones; None if there is none."""
     measured = [point for point in points if point.noise is not None and point.noise.num_measurements]
 
     def worth(point: Point) -> tuple[bool, int]:
@@ -88,5 +88,5 @@ def sentence(point: Point) -> str:
 _SOURCES = {
     "workers": "the workers' gradients",
     "first micro-batch": "first micro-batches",
-    "consecutive steps": "consecutive steps, which makes it too small where the learning rate is high",
+    "consecutive steps": "consecutive steps, which makes it too small at a high learning rate",
 }

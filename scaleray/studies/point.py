@@ -1,4 +1,4 @@
-"""The point of a curve from its turns: steady steps and their cost."""
+"""A curve's point, from its turns: steady steps and their cost."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def point_so_far(mode: Mode, rung: Rung) -> PointSoFar:
 
 def point_of(mode: Mode, rung: Rung, config: RunConfig, *, profile: WorkloadProfile | str, study: str) -> Point:
     """The point from its turns so far, at least one. profile: counts of the model's operations, or the reason for their
-    absence. study: name of this study. A point half of whose turns are not steady is marked. Raises RunFailedError for
-    an MFU over 100 %, which no device has."""
+    absence. study: name of this study. A point is marked if half of its turns are not steady. Raises RunFailedError for
+    an impossible MFU over 100 %."""
     turns, recipe, workers = rung.turns, rung.job.recipe, rung.workers
     every = [periods(turn.step_times_s, rung.period) for turn in turns]
     states = [steady_state(times) for times in every]
@@ -83,7 +83,7 @@ def point_of(mode: Mode, rung: Rung, config: RunConfig, *, profile: WorkloadProf
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """Where the time of a turn's steps goes, as shares that add up to 1. comm: None where it is part of compute."""
+    """Division of a turn's step time, as shares that add up to 1. comm: None if it is part of compute."""
 
     compute: float
     comm: float | None

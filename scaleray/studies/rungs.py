@@ -1,4 +1,4 @@
-"""Points of a study: world sizes x modes, each with its recipe, all derived before the start."""
+"""Sizes of a study: numbers of workers x modes, each with its recipe, all derived before the start."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from scaleray.training.setup.job import TrainJob
 def make_rungs(
     config: RunConfig, options: StudyOptions, workload: Any, sources: Mapping[str, Source], *, cores: int | None = None
 ) -> dict[str, Rung]:
-    """Every rung with its recipe, by name, in the order of the curves. cores: number of cores that workers share if
-    they have no devices; None marks none. Raises UsageError for sizes that do not divide or options that conflict."""
+    """Every size with its recipe, by name, in the order of the curves. cores: number of cores that workers share if
+    they have no devices; None: no size is marked. Raises UsageError for sizes that do not divide or options that
+    conflict."""
     splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
     _check(config, options, splits)
     rungs: dict[str, Rung] = {}
@@ -76,7 +77,7 @@ def make_rungs(
 def on_workers(config: RunConfig, workers: int, global_size: int, *, as_given: bool) -> RunConfig:
     """The training on so many workers with this global batch (in the config's unit).
 
-    as_given: with the learning rate by its rule; timing needs none, so a rule that refuses the batch does not stop a
+    as_given: with the learning rate by its rule; timing needs none, so a rule that refuses the batch must not stop a
     study."""
     settings: dict[str, Any] = {"scale.workers": workers, "scale.max_failures": 0, "batch.global_size": global_size}
     if workers == 1:
@@ -98,7 +99,7 @@ def _check(config: RunConfig, options: StudyOptions, splits: Mapping[str, Split]
         raise ConfigError(
             "memory.find_micro_size",
             True,
-            "every measurement would search again, and sizes with different micro-batches make no curve",
+            "every measurement would search again, and sizes with different micro-batches cannot form a curve",
             "set batch.micro_size to the result of a training on the smallest size, and leave this out",
         )
     _check_shares(config, options)
@@ -111,7 +112,7 @@ def _check(config: RunConfig, options: StudyOptions, splits: Mapping[str, Split]
         )
     most = max(options.sizes)
     if config.scale.gpus and config.scale.gpus < 1 and most > 1:
-        raise ConfigError("scale.gpus_per_worker", config.scale.gpus, "several workers need a GPU each")
+        raise ConfigError("scale.gpus_per_worker", config.scale.gpus, "each of several workers needs a GPU")
 
 
 def _check_shares(config: RunConfig, options: StudyOptions) -> None:

@@ -44,9 +44,8 @@ from scaleray.training.flop_counter import profile_workload
 class RunningStudy(Campaign):
     """A study between its plan and its record.
 
-    rungs: by name. left_out: a sentence on sizes that are not measured. more: records of studies whose points are on
-    the same curves.
-    """
+    rungs: by name. left_out: a sentence on sizes that are not measured. more: records of other studies with points on
+    the same curves."""
 
     kind = "study"
     options: StudyOptions
@@ -58,10 +57,10 @@ class RunningStudy(Campaign):
     left_out: str
     more: Sequence[StudyRecord]
     profile: WorkloadProfile | str = "they were not counted before the study ended"
-    """Counts of the model's operations, or why they are not known."""
+    """Counts of the model's operations, or the reason why they are unknown."""
     num_taken: int = 0
     total: int = 0
-    """Turns that are to be taken."""
+    """Number of turns to measure."""
     said: set[str] = field(default_factory=set)
     points: dict[tuple[Mode, str], Point] = field(default_factory=dict)
     """Complete points, by curve and size."""
@@ -83,12 +82,12 @@ class RunningStudy(Campaign):
         if self.config.study.peak_tflops or self.config.scale.gpus:
             self._count_operations()
             if isinstance(self.profile, str):
-                self.say(f"  without MFU, as the model's operations could not be counted: {self.profile}")
+                self.say(f"  without MFU, because the model's operations could not be counted: {self.profile}")
 
     @contextlib.contextmanager
     def kept_to_its_end(self) -> Iterator[None]:
         """Context of the measurements and the MLflow run. An early exit still stores known results. An outer context
-        only closes what an inner one left open."""
+        only closes parts that an inner one left open."""
         try:
             yield
         except KeyboardInterrupt as exc:
@@ -111,7 +110,7 @@ class RunningStudy(Campaign):
         return Measured("study", self.under_way.done, self.under_way.total, points=points)
 
     def begin(self) -> list[list[Rung]]:
-        """Report the plan, reuse known results, and return the rest: in one group of workers, or each size in its
+        """Report the plan, reuse known results, and return the remaining sizes: in one group of workers, or each in its
         own."""
         self._announce()
         if not self.options.force:
@@ -134,7 +133,7 @@ class RunningStudy(Campaign):
 
     @property
     def hardware(self) -> list[dict[str, Any]]:
-        """Each kind of worker once."""
+        """Each type of worker hardware, once."""
         kinds = [kind for turn in self.turns for kind in turn.hardware]
         return list({json.dumps(kind, sort_keys=True): kind for kind in kinds}.values())
 
@@ -217,7 +216,7 @@ class RunningStudy(Campaign):
         self._log_points()
 
     def _log_points(self) -> None:
-        """Log every point that is complete and was not logged yet."""
+        """Log every complete point that was not logged yet."""
         for mode, known in self._standing():
             if known.is_complete and (mode, known.name) not in self.points:
                 point = point_of(mode, known, self.config, profile=self.profile, study=self.folder.name)
@@ -225,7 +224,7 @@ class RunningStudy(Campaign):
                 self.mlflow.log_point(point)
 
     def _standing(self) -> Iterator[tuple[Mode, Rung]]:
-        """Every rung on every curve that it belongs to, curve by curve."""
+        """Pairs of a curve and a size on it, curve by curve."""
         return ((mode, rung) for mode in MODES for rung in self.rungs.values() if mode in rung.modes)
 
     def count_for_planner(self) -> None:
@@ -235,7 +234,7 @@ class RunningStudy(Campaign):
             self._count_operations()
 
     def record(self) -> StudyRecord:
-        """The study as far as it is measured."""
+        """The record of the study as measured so far."""
         config, study = self.config.study, self.folder.name
         points = [
             self.points.get((mode, rung.name)) or point_of(mode, rung, self.config, profile=self.profile, study=study)
@@ -277,7 +276,7 @@ class RunningStudy(Campaign):
         )
 
     def _leave(self, status: str) -> None:
-        """Store the measurements and report how to continue; errors here never hide the one that ended the study."""
+        """Store the measurements and log how to continue; errors here never hide the one that ended the study."""
         if self.has_left:
             return
         self.has_left = True

@@ -1,8 +1,7 @@
-"""Speed-up and efficiency of a study's curve, each point with its interval and the fitted law with its band.
+"""Figures of the speed-up and efficiency of a study's curve, with an interval for each point and the fitted law's band.
 
-A very wide interval or band must not flatten a curve: axes show the values and their surroundings; bars that extend
-beyond end in an arrow, and a band that would leave the frame is described in words instead.
-"""
+A very wide interval or band must not flatten a curve: axes show the values and their surroundings; longer bars end in
+an arrow, and a band that would leave the frame is described in words instead."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ from scaleray.reports.page import drawing
 from scaleray.reports.page.drawing import BLUE, GRID, INK, MUTED, Drawing, draw
 
 MOST_BELOW, MOST_ABOVE = 3.0, 1.5
-"""Factors by which a speed-up's frame goes below the smallest value and above the largest."""
+"""Factors by which a speed-up's frame extends below the smallest value and above the largest."""
 MOST_BESIDE = 45.0
-"""Percentage points that the frame of an efficiency shows beyond the values."""
+"""Percentage points by which an efficiency's frame extends beyond the values."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,7 @@ def _law_in_words(fit: Fit, band: Sequence[tuple[float, Estimate]], *, has_band:
 
 
 def _points(ax: Any, points: Sequence[CurvePoint], values: Sequence[Estimate], frame: Frame) -> None:
-    """Dots with bars; an arrow where a bar extends beyond the frame."""
+    """Dots with bars; an arrow if a bar extends beyond the frame."""
     for at, value in zip(points, values, strict=True):
         n, low, high = at.point.workers, max(value.low, frame.low), min(value.high, frame.high)
         if high > low:
@@ -202,8 +201,8 @@ def _labels(
     last: int,
     is_below: bool,
 ) -> list[tuple[float, float, str, str]]:
-    """Each value at the right of its point: below a rising line, above a falling one. Those at the right edge are
-    returned as ends, to be moved apart from other words there."""
+    """Write each value to the right of its point: below a rising line, above a falling one. Labels at the right edge
+    are returned, to be separated from other text there."""
     ends = []
     for at, value in zip(points, values, strict=True):
         if at.point.workers == last and len(points) > 1:
@@ -225,7 +224,7 @@ def _labels(
 
 
 def _leaving(values: Sequence[Estimate], frame: Frame) -> str:
-    """A word about intervals that are not drawn to their ends."""
+    """A note on intervals that are not drawn to their ends."""
     return "" if all(frame.holds(value) for value in values) else " Bars with an arrow extend beyond the frame."
 
 
@@ -236,7 +235,7 @@ def _room(ax: Any, workers: Sequence[int], last: int) -> None:
 
 
 def _doublings(frame: Frame, base: int) -> list[float]:
-    """Ticks in the frame: the base, its doublings and halves, and values between if these are few."""
+    """Ticks in the frame: the base, its doublings and halves, and intermediate values if these are few."""
     powers = [base * 2.0**k for k in range(-8, 40)]
     found = [value for value in powers if frame.low <= value <= frame.high]
     between = [1.5 * value for value in powers if frame.low <= 1.5 * value <= frame.high]

@@ -1,5 +1,5 @@
-"""`study`: how a training scales. Plans the sizes, measures unknown ones, and concludes. Measurements are stored
-immediately, so the same command continues an interrupted study."""
+"""`study`: measure how a training scales. Plans the sizes, measures unknown ones, and draws conclusions. Measurements
+are stored immediately, so the same command continues an interrupted study."""
 
 from __future__ import annotations
 
@@ -76,8 +76,7 @@ def measure_in_processes(
 def measure_under_ray(
     storage_path: str, rungs: Sequence[Rung], seed: int, tell: Tell, config: RunConfig, sources: Mapping[str, Source]
 ) -> None:
-    """Measure the rungs with Ray Train workers. storage_path: for Ray Train's own files. Raises what a worker
-    raised."""
+    """Measure the rungs with Ray Train workers. storage_path: for Ray Train's own files. Raises a worker's error."""
     import ray
 
     ship_user_code(rungs[0].job.workload)
@@ -100,11 +99,10 @@ def study(
     """Measure the training on several numbers of workers, and write the report.
 
     config: a RunConfig, a YAML file, or a mapping of dotted keys or sections. workload: a class or an object; None
-    loads the config's. say: called with lines on the progress. base_dir: folder in which paths of a RunConfig begin.
-    command: command that repeats the study, for its record.
+    loads the config's. say: called with lines on the progress. base_dir: folder to which a RunConfig's paths are
+    relative. command: command that repeats the study, for its record.
 
-    Raises UsageError for what the user can mend, RunFailedError if a worker failed, KeyboardInterrupt when stopped.
-    """
+    Raises UsageError for errors of use, RunFailedError if a worker failed, KeyboardInterrupt when stopped."""
     config, base_dir, workload = resolved(config, workload, base_dir)
     local = options.local
     started_at = steady_time()
@@ -169,7 +167,7 @@ def study(
 
 
 def _measured(running: RunningStudy, measure: Callable[..., None], spread: RunConfig) -> StudyRecord:
-    """Take the missing measurements and conclude. measure: measures a group of sizes, with the config of its
+    """Take the missing measurements and draw conclusions. measure: measures a group of sizes, given the config of its
     workers."""
     with running.kept_to_its_end():
         groups = running.begin()
@@ -194,5 +192,5 @@ def _read(folder: str) -> StudyRecord:
             "--points-of",
             folder,
             f"it has no record of a study: {first_line(exc)}",
-            "give the folder of a finished study",
+            "name the folder of a finished study",
         ) from exc

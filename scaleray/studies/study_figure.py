@@ -24,7 +24,7 @@ MOST_DOTS = 400
 
 
 def study_drawings(record: StudyRecord, curve: Curve) -> list[Drawing]:
-    """All figures of one mode for which there are figures."""
+    """All available figures of one mode."""
     made = [speedup(curve), efficiency(curve), time_parts(curve), step_times(curve)]
     if any(at.point.cost_per_million_samples is not None for at in curve.points):
         made.append(cost(record, curve))
@@ -95,7 +95,7 @@ def time_parts(curve: Curve) -> Drawing:
 
 
 def step_times(curve: Curve) -> Drawing:
-    """Every measured step relative to the point's median, so that a reader sees how steady the figures are."""
+    """Every measured step relative to the point's median, to show how steady the measurements are."""
     points = [at.point for at in curve.points]
     most = max(2, MOST_DOTS // max(1, sum(len(p.turns) for p in points)))
     relative = [[[100 * t / (p.step_time_s.value or 1.0) for t in turn] for turn in p.turns] for p in points]
@@ -130,7 +130,7 @@ def step_times(curve: Curve) -> Drawing:
 
     drawn = sum(min(len(turn), most) for p in points for turn in p.turns)
     over = sum(t > top for t in every)
-    cut = f" {drawn} of {len(every)} steps are drawn." if drawn < len(every) else ""
+    cut = f" {drawn} of {len(every)} steps are shown." if drawn < len(every) else ""
     cut += f" {over} {'step is' if over == 1 else 'steps are'} slower than the frame." if over else ""
     caption = f"Each step in steady state, measurement by measurement from left to right; the line is the median.{cut}"
     return draw(f"steps-{curve.mode}", "How steady the steps are", caption, paint, marks=marks_by_size(curve))
@@ -172,7 +172,7 @@ def cost(record: StudyRecord, curve: Curve) -> Drawing:
 
 
 def convergence(curve: Curve, against: str) -> Drawing:
-    """The target's metric over samples or over seconds of training, a line for each number of workers."""
+    """The target's metric over samples or seconds of training, one line for each number of workers."""
     trained = [at for at in curve.points if at.point.to_target and at.point.to_target.curve]
     shown = thinned(trained, MOST_LINES)
     colours = drawing.shades(len(shown))
@@ -199,9 +199,9 @@ def convergence(curve: Curve, against: str) -> Drawing:
         )
         drawing.legend_beside(ax, "workers")
 
-    left = f" {len(shown)} of {len(trained)} are drawn." if len(shown) < len(trained) else ""
+    left = f" {len(shown)} of {len(trained)} are shown." if len(shown) < len(trained) else ""
     words = (
-        "This shows faster steps that learn less."
+        "It shows whether faster steps learn less."
         if against == "time"
         else "Sizes that need the same samples lie on one line."
     )

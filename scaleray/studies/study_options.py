@@ -18,26 +18,27 @@ MOST_REPEATS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions:
-    """Measurements, and how they are taken."""
+    """Measurements of a study, and how they are made."""
 
     world_sizes: Numbers = "1,2"
     """Numbers of workers, separated by commas."""
     mode: Words = "strong"
-    """strong: the config's global batch divided among the workers. weak: a batch that grows with them. Or both."""
+    """strong: the config's global batch divided among the workers. weak: a batch that grows with their number. Or
+    both."""
     repeats: int = 5
-    """Turns of each size."""
+    """Number of turns of each size."""
     steps: int = 40
-    """Optimizer steps of a turn, at least; those of its warm-up are left out."""
+    """Fewest optimizer steps of a turn, including its warm-up, which does not count."""
     seconds: float = 3.0
-    """Length of a turn, at least."""
+    """Least length of a turn in seconds."""
     to_target: bool = False
     """Train each size to the config's stop.at as well, and report time and samples to it."""
     noise: bool = False
-    """Measure the gradient noise scale of each size, as noise_scale.measure auto does, in steps that are not timed."""
+    """Measure the gradient noise scale of each size, as with noise_scale.measure auto, in untimed steps."""
     relaunch: bool = False
     """Launch each size on its own instead of as a part of the largest group."""
     oversubscribe: bool = False
-    """Measure although workers must share cores; every figure is marked."""
+    """Measure although workers must share cores; every value is marked."""
     force: bool = False
     """Repeat known measurements."""
     points_of: Sequence[str] = ()
@@ -52,7 +53,7 @@ class StudyOptions:
             raise ConfigError("--world-sizes", self.sizes, "it must be whole numbers from 1, such as 1,2,4")
         if not self.modes or not {*self.modes} <= {*MODES}:
             wrong = next((mode for mode in self.modes if mode not in MODES), "")
-            raise ConfigError("--mode", wrong, "it must be strong, weak, or both with a comma")
+            raise ConfigError("--mode", wrong, "it must be strong, weak, or both separated by a comma")
         if not 1 <= self.repeats <= MOST_REPEATS:
             raise ConfigError("--repeats", self.repeats, f"it must be 1 to {MOST_REPEATS}", "5 is a common choice")
         if self.steps < 4:
@@ -67,5 +68,5 @@ class StudyOptions:
 
     @property
     def modes(self) -> list[str]:
-        """The modes that are measured."""
+        """The measured modes."""
         return words_of(self.mode)

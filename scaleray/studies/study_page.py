@@ -45,7 +45,7 @@ def study_page(record: StudyRecord) -> Page:
 
 
 def point_rows(record: StudyRecord) -> list[dict[str, Any]]:
-    """Every point with its figures in base units."""
+    """Every point with its values in base units."""
     rows = []
     for curve in record.curves:
         for at in curve.points:
@@ -82,7 +82,7 @@ def _fits(curve: Curve) -> Table:
         parameters = "; ".join(f"{name.replace('_', ' ')} {estimate}" for name, estimate in fit.parameters.items())
         error = "not enough points" if fit.held_out_error is None else f"{fit.held_out_error:.1%}"
         rows.append((fit.law + (" (chosen)" if fit.law == curve.best_law else ""), error, parameters))
-    note = "Drawn: the law with the smallest error on points left out of its fit. In brackets: the 95% interval."
+    note = "Shown: the law with the smallest error on points left out of its fit. In brackets: the 95% interval."
     return Table("Laws fitted to the curve", ("law", "held-out error", "parameters"), tuple(rows), (note,))
 
 

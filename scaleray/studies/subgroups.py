@@ -1,9 +1,8 @@
-"""Process groups of the first 1, 2, 4 ... workers of a group that is up, one after another, node by node.
+"""Process groups of the first 1, 2, 4 ... workers of an existing group, one after another, node by node.
 
-Strategies communicate through torch's default group, so it is recreated for each of them: a fresh gloo group
-costs milliseconds, an NCCL one costs its communicators with the first collective, which falls into a warm-up. The other
-workers wait in a store until these leave.
-"""
+Strategies communicate through torch's default group, so it is recreated for each of them: a new gloo group costs
+milliseconds; a new NCCL group creates communicators with the first collective, during a warm-up. The other workers wait
+in a store until these leave."""
 
 from __future__ import annotations
 
@@ -26,12 +25,10 @@ LONGEST_TURN = timedelta(days=7)  # wait for the others; a lost one closes the s
 
 
 class SubGroups:
-    """Sub-groups of the process group that `place` is in, which is taken over and ended. Collective: every worker makes
-    one.
+    """Sub-groups of the process group of `place`, which is replaced and ended. Collective: every worker creates one.
 
     timeout_s: timeout of a collective in any of the groups. host: address at which the others reach this worker's
-    machine. Close it at the end; there is no default group then.
-    """
+    machine. Close it at the end, after which there is no default group."""
 
     def __init__(self, place: Place, *, timeout_s: float, host: str = LOOPBACK) -> None:
         self.place, self.timeout_s = place, timeout_s
@@ -60,7 +57,7 @@ class SubGroups:
 
     @contextlib.contextmanager
     def of(self, size: int) -> Iterator[Place | None]:
-        """Context of the first `size` workers, which get their place in their own group; others get None and wait at
+        """Context of the first `size` workers, which get their place in a separate group; others get None and wait at
         the end. Collective over all workers. Raises PeerLostError if it failed on another worker."""
         self._number += 1
         name = f"group {self._number}"
@@ -105,7 +102,7 @@ class SubGroups:
             raise PeerLostError("another worker failed in this turn")
 
     def share(self, value: str) -> str:
-        """Give the first worker's text to every worker. Collective."""
+        """Send the first worker's text to every worker. Collective."""
         if self._store is None:
             return value
         self._number += 1
@@ -115,7 +112,7 @@ class SubGroups:
         return str(self._store.get(f"value {self._number}").decode())
 
     def close(self) -> None:
-        """Leave the other workers. Collective: the store's server must outlive its last client."""
+        """Leave the group together. Collective: the store's server must outlive its last client."""
         if self._store is not None:
             if self._store.add("closed", 1) == self.place.world_size:
                 self._store.set("all closed", "1")

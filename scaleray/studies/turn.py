@@ -1,9 +1,9 @@
 """One turn of a size: some steps of the real training, and the same work without communication. The wait for
 communication cannot be timed directly: transfers overlap with computing, and workers on shared cores slow each other
-down whether they talk or not. So the same micro-batches and the same update run a second time, as a training of one
+down even without communication. So the same micro-batches and the same update run a second time, as a training of one
 worker on each of the same workers at the same time, step by step from a common start. The difference is the cost of
-communication: waiting for transfers, copies and reductions. Under FSDP and ZeRO-1 the update alone is that of all
-parameters instead of a share, so that they come out a little better than they are."""
+communication: waiting for transfers, copies and reductions. Under FSDP and ZeRO-1 the separate update covers all
+parameters instead of a share, so their results are slightly too good."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STATE_BYTES = 16  # bytes of a parameter with its gradient and two moments, in f
 MOST_MEMORY = 0.8  # share of the free memory
 LEAST_ALONE_STEPS = 10
 AT_USUAL_SPEED: Mapping[str, Any] = {"noise_scale": NoiseScaleSettings()}
-"""Settings of timed steps: without noise measurement, whose method differs for a worker alone."""
+"""Settings of timed steps: without noise measurement, whose method differs for a single worker."""
 NUM_TRANSFERS = 7
 
 
@@ -49,7 +49,7 @@ def take_turn(
     job: TrainJob, place: Place, *, round: int, sources: Sources, say: Say, samples: list[RankSample] | None = None
 ) -> Turn:
     """Train some steps and time them. Collective over the place's group; rank 0's result is the group's. samples:
-    receives this worker's samples. In every second round the work without communication comes first, so that a drift of
+    receives this worker's samples. In every second round the work without communication comes first, so that drift of
     the machine favours neither."""
     is_alone_first = round % 2 == 1
     alone = _step_alone(job, place, sources) if is_alone_first else None
@@ -90,7 +90,7 @@ def take_turn(
 
 
 class _Watcher:
-    """A probe that only looks at the model."""
+    """A probe that only keeps the model."""
 
     is_emulated = False
 
@@ -105,8 +105,7 @@ class _Watcher:
 
 
 class _Starter(_Watcher):
-    """A probe that starts the steps of all workers together. spent_s: seconds that this took, a number for each
-    step."""
+    """A probe that starts the steps of all workers together. spent_s: seconds that this took, one number per step."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.spent_s = device, list[float]()

@@ -1,6 +1,6 @@
-"""Earlier measurements, stored next to the runs: a study reuses those of the same conditions, whether its own before an
-interruption or another study's. They are immutable: a file's name has the hash of its content, and a changed file is
-refused. Invalid ones stay with the reason and are not reused."""
+"""Earlier measurements, stored next to the runs: a study reuses those of the same conditions, whether its own from
+before an interruption or another study's. They are immutable: a file's name has the hash of its content, and a changed
+file is refused. Invalid ones are kept with the reason and not reused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TURN, TARGET = "turn-", "target-"
 INVALID = f"{FOLDER}/invalid"
 """Folder with a file for each study whose turns must not be used."""
 SEALED = re.compile(r"-(?P<time>\d+\.\d{3})-(?P<hash>[0-9a-f]{16})\.json$")
-"""End of a file's name: when it was measured, in seconds since 1970, and the beginning of its content's SHA-256."""
+"""End of a file's name: time of the measurement, in seconds since 1970, and the beginning of its content's SHA-256."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class InvalidTurns:
     workers: int | None = None
 
     def holds(self, rung: str, *, study: str | None, at: float) -> bool:
-        """Whether a result of this size is one of them. study: its source, None if not recorded."""
+        """Whether a result of this size is among them. study: its source; None if not recorded."""
         if self.workers is not None and not rung.startswith(f"w{self.workers:03d}-"):
             return False
         return study == self.study if study is not None else self.from_s <= at <= self.to_s
@@ -56,7 +56,7 @@ def mark_invalid(storage_path: str, turns: InvalidTurns) -> None:
 class KnownTurns:
     """Files `FOLDER/CONDITIONS/RUNG/turn-....json` under the storage path, one for each turn.
 
-    A size's name has everything that the conditions lack: workers, batch, micro-batch, strategy, and whether it was
+    A size's name has all facts that the conditions lack: workers, batch, micro-batch, strategy, and whether it was
     relaunched."""
 
     def __init__(self, storage_path: str, conditions: Conditions) -> None:
@@ -65,18 +65,18 @@ class KnownTurns:
         self.invalid = _read_invalid(Store(storage_path).child(INVALID))
 
     def turns(self, rung: str) -> list[Turn]:
-        """Turns of a rung, oldest first. A file that cannot be read counts as not there."""
+        """Turns of a size, oldest first. Unreadable files are ignored."""
         found = [self._read(name, Turn) for name in self.store.names(rung) if f"/{TURN}" in f"/{name}"]
         is_valid = lambda turn: not any(o.holds(rung, study=turn.study, at=turn.measured_at) for o in self.invalid)
         valid = (turn for turn in found if turn is not None and is_valid(turn))
         return sorted(valid, key=lambda turn: turn.measured_at)
 
     def to_target(self, rung: str) -> ToTarget | None:
-        """Duration of the newest training of a rung to the target."""
+        """Duration of the newest training of a size to the target."""
         return self._newest(f"{rung}/{TARGET}", ToTarget)
 
     def noise(self, rung: str, kind: str) -> NoiseCourse | None:
-        """The newest noise of a rung. kind: see `noise_kind`."""
+        """The newest noise of a size. kind: see `noise_kind`."""
         return self._newest(f"{rung}/{kind}", NoiseCourse)
 
     def keep(self, rung: str, kind: str, result: Turn | ToTarget | NoiseCourse, *, at: float) -> None:
@@ -90,7 +90,7 @@ class KnownTurns:
         return self._read(names[-1], kind) if names else None
 
     def _is_of_valid(self, name: str) -> bool:
-        """Whether a result without a study comes from no invalid study."""
+        """Whether a stored result does not belong to an invalid study.."""
         sealed = SEALED.search(name)
         rung = name.rpartition("/")[0].rpartition("/")[2]
         return sealed is None or not any(one.holds(rung, study=None, at=float(sealed["time"])) for one in self.invalid)

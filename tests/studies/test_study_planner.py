@@ -70,7 +70,7 @@ def test_a_batch_that_cannot_be_divided_further_leaves_the_law_at_the_last_size(
 @pytest.mark.parametrize(
     ("points", "more", "reason"),
     [
-        ({"marks": ["oversubscribed"]}, {}, "cores of its own"),
+        ({"marks": ["oversubscribed"]}, {}, "separate cores"),
         ({"marks": ["emulated"]}, {}, "steps sleep"),
         ({"strategy": "gossip"}, {}, "the strategy is gossip"),
         ({}, {"compression.name": "topk"}, r"compression\.name is topk"),

@@ -1,7 +1,7 @@
-"""Differences between recorded runs, studies or sweeps: conditions, figures, curves and speed.
+"""Differences between recorded runs, studies or sweeps: conditions, measurements, curves and speed.
 
-The first is the base. Records that repeat one another (`records.conditions.repeat_key`) are grouped when others are
-among the compared: their interval then covers the spread between launches. Without repeats the spread is unknown, and
+The first is the base. Records that repeat one another (`records.conditions.repeat_key`) are grouped if others are
+compared as well: their interval then covers the spread between launches. Without repeats the spread is unknown, and
 none is called slower or faster."""
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison(JsonRecord):
-    """The result. Values of differences and figures are in the order of `runs`."""
+    """The result. Values of differences and measurements are in the order of `runs`."""
 
     kind: str
     runs: list[Compared]
@@ -85,15 +85,15 @@ class Comparison(JsonRecord):
         runs = ", ".join(f"{run.label} {run.name}" for run in self.runs)
         keys = ", ".join(difference.key for difference in self.differences[:10])
         differs = f"{len(self.differences)} differences: {keys}" if keys else "no difference in their conditions"
-        return [f"{self.kind}: {runs}", differs, *(f"{v.runs} beside {v.base}: {v.words}" for v in self.verdicts)]
+        return [f"{self.kind}: {runs}", differs, *(f"{v.runs} against {v.base}: {v.words}" for v in self.verdicts)]
 
     def slower_by_more_than(self, per_cent: float) -> list[SpeedVerdict]:
-        """Verdicts whose whole interval is beyond this many per cent, with enough launches for a verdict."""
+        """Verdicts whose whole interval exceeds this many per cent, with enough launches for a verdict."""
         return [v for v in self.verdicts if v.verdict == "slower" and _is_beyond(v, per_cent)]
 
     def unclear_beyond(self, per_cent: float) -> list[SpeedVerdict]:
-        """Verdicts that cannot decide whether it is slower by this many per cent: the known noise does not explain it
-        and launches are too few, or there is no basis for a verdict."""
+        """Verdicts that cannot decide whether it is slower by this many per cent: the known noise does not explain the
+        difference and launches are too few, or there is no basis for a verdict."""
         return [v for v in self.verdicts if v.verdict == "inconclusive" and _is_beyond(v, per_cent)]
 
 
@@ -136,7 +136,7 @@ def compared(found: Sequence[FoundRun]) -> Comparison:
     if any(v.basis not in ("", "launches") for v in verdicts):
         notes.append(SINGLE)
     if sum(v.time_ratio is not None for v in verdicts) >= MOST_BY_CHANCE:
-        notes.append("intervals are 95 %: of 20 equal figures, one is beyond noise by chance")
+        notes.append("intervals are 95 %: of 20 equal values, one exceeds the noise by chance")
     return Comparison(
         kind, runs, differences([conditions(record) for record in records]), figures(records), verdicts, notes
     )
@@ -156,7 +156,7 @@ def _check(found: Sequence[FoundRun]) -> None:
             )
     places = [one.where for one in found]
     if twice := [place for number, place in enumerate(places) if place in places[:number]]:
-        raise UsageError("one of what is to be compared", twice[0], "it may be given once")
+        raise UsageError("one of the compared records", twice[0], "it may be given once")
 
 
 def _groups(records: Sequence[Any]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The figures of records side by side."""
+"""The measurements of records side by side."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from scaleray.records.text.units import count, figure, seconds, shown, with_inte
 
 @dataclass(frozen=True)
 class Figure:
-    """Name, values and formatted values of a figure, in the order of the records; None and "" if a record lacks it."""
+    """Name, values and formatted values of a measurement, in the order of the records; None and "" if a record lacks
+    it."""
 
     name: str
     values: list[Any]
@@ -26,7 +27,7 @@ class Figure:
 
 
 def figures(records: Sequence[Any]) -> list[Figure]:
-    """The figures that the records have, all of one kind. A figure that none has is left out."""
+    """The measurements of records of one kind. One that no record has is left out."""
     make: dict[type, Callable[[Any], list[Figure]]] = {RunRecord: _training, StudyRecord: _study, SweepRecord: _sweep}
     rows = make[type(records[0])](records)
     return [row for row in rows if any(value is not None for value in row.values)]

@@ -1,4 +1,4 @@
-"""A comparison on the terminal: the runs, their differences, figures side by side, and the verdicts last."""
+"""A comparison on the terminal: the runs, their differences, their measurements side by side, and the verdicts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
 
 
 def tables(comparison: Comparison) -> list[Table]:
-    """Tables of differences, if there are any, and of figures."""
+    """Tables of differences, if any, and of measurements."""
     labels = tuple(run.label for run in comparison.runs)
     shown = comparison.differences[:MOST_DIFFERENCES]
     more = len(comparison.differences) - len(shown)

@@ -1,4 +1,4 @@
-"""Is one of two sets of launches slower in steady state? Compares step times, with the interval of noise alone."""
+"""Compare the steady-state step times of two sets of launches, with an interval for the noise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from scaleray.studies.curves.steady_state import steady_state
 
 @dataclass(frozen=True)
 class SteadySteps:
-    """Times in s of the whole batches after the warm-up. why: reason why they are not steady, or ""."""
+    """Times in seconds of the full batches after the warm-up. why: reason why they are not steady, or ""."""
 
     step_times_s: list[float]
     samples_per_step: int
@@ -60,7 +60,7 @@ def steady_steps(run: FoundRun) -> SteadySteps:
 
 
 MOST_OF_IT = 0.5
-"""Share of the difference from which a limit counts as its reason."""
+"""Share of the difference from which a limit counts as its cause."""
 
 
 def seconds_by_limit(verdict: Verdict) -> dict[str, float]:
@@ -69,7 +69,7 @@ def seconds_by_limit(verdict: Verdict) -> dict[str, float]:
 
 
 def reason_of(base: Verdict, other: Verdict) -> str:
-    """Main cause of the difference between two trainings, as text; "" if there is no single cause, or one is
+    """Main cause of the difference between two trainings, as text; "" if there is no single cause, or a part is
     unknown."""
     if Limit.INCOMPLETE in (base.limit, other.limit) or other.step_s == base.step_s:
         return ""
@@ -158,7 +158,7 @@ def _reason(side: Side, base: Side) -> str:
 
 
 def study_verdicts(side: Side, base: Side, *, alike: Sequence[StudyRecord] = ()) -> list[SpeedVerdict]:
-    """Verdicts on studies (StudyRecord): one for each mode and number of workers that all measured."""
+    """Verdicts on studies (StudyRecord): one for each mode and number of workers that all studies measured."""
     mine, theirs = (", ".join(labels) for labels, _ in (side, base))
     points = [[_points(record) for record in records] for _, records in (side, base)]
     every = [one for of_side in points for one in of_side]

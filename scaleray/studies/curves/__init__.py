@@ -1,1 +1,1 @@
-"""Scaling curves: points with intervals, laws, predictions, and what limits them."""
+"""Scaling curves: points with intervals, laws, predictions and limits."""

@@ -20,7 +20,7 @@ from scaleray.studies.curves.limits import WORDS, advice, limit_of
 def verdict_of(
     largest: CurvePoint, doubling: NextDoubling | None, reason: str, limit: str, price_per_worker_hour: float | None
 ) -> str:
-    """The verdict as one sentence, in plain words."""
+    """The verdict as one sentence."""
     if doubling is not None:
         first = (
             f"the next doubling to {doubling.workers} workers would give {in_words(doubling.gain)} "

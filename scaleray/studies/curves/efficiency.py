@@ -1,15 +1,14 @@
-"""Step time, throughput, speed-up and efficiency of measured points, with intervals that respect turns.
+"""Step time, throughput, speed-up and efficiency of measured points, with intervals that account for turns.
 
-Steps of one turn share the state of the machine, so they are no independent measurements: the bootstrap resamples
-turns, and then steps within each. A few turns say little of how much turns differ, so what k turns give is widened by
-sqrt(k / (k - 1)) t(0.975, v) / 1.96, v = k - 1 for one measurement (Hesterberg 2015, arXiv:1411.5279, section 5.4, does
-the same with percentiles) and Welch's degrees of freedom for several. The steps' own noise is counted in both stages,
-so that intervals are rather too wide than too narrow (Davison and Hinkley 1997, section 3.8).
+Steps of one turn share the state of the machine, so they are not independent measurements: the bootstrap resamples
+turns, and then steps within each. A few turns say little about the spread of turns, so the interval of k turns is
+widened by sqrt(k / (k - 1)) t(0.975, v) / 1.96, v = k - 1 for one measurement (Hesterberg 2015, arXiv:1411.5279,
+section 5.4, does the same with percentiles) and Welch's degrees of freedom for several. The steps' own noise is counted
+in both stages, so that intervals are too wide rather than too narrow (Davison and Hinkley 1997, section 3.8).
 
-Everything is done on logarithms of times and with fixed seeds: equal inputs give equal intervals.
-Measurements are resampled independently of each other; points that were measured in the same rounds may be
-compared round by round (`rounds`).
-"""
+Everything is done on logarithms of times and with fixed seeds: equal inputs give equal intervals. Measurements are
+resampled independently of each other; points that were measured in the same rounds may be compared round by round
+(`rounds`)."""
 
 from __future__ import annotations
 
@@ -32,20 +31,20 @@ from scaleray.studies.curves.paired_rounds import turns_by_round, without_drift
 NUM_DRAWS = 2000
 CONFIDENCE = 0.95
 MOST_STEPS = 400
-"""Maximum number of steps of a turn that are resampled. A longer turn is represented by so many quantiles, which bounds
-the work and cannot narrow an interval."""
+"""Maximum number of steps of a turn that are resampled. A longer turn is represented by this many quantiles, which
+bounds the work and cannot narrow an interval."""
 NUM_BATCHES = 10
-"""Number of consecutive batches into which a single turn is cut. They are resampled as a whole: neighbouring steps
-correlate."""
+"""Number of consecutive batches into which a single turn is divided. They are resampled as a whole, since neighbouring
+steps correlate."""
 LEAST_BATCH = 4
 """Minimum number of steps in a batch."""
 WORTH_PAIRING = 0.5
-"""Largest width of the paired intervals, relative to the unpaired ones, at which pairing is used. Whichever interval is
-narrower would be taken too often where it is narrow by chance: for normal turns and 3 to 10 rounds such a choice holds
-93 % where rounds share nothing, this one 94 % or more whatever they share."""
+"""Largest width of the paired intervals, relative to the unpaired ones, at which pairing is used. Choosing the narrower
+interval would favour those that are narrow by chance: for normal turns and 3 to 10 rounds such a choice covers 93 % if
+rounds share nothing; this rule covers 94 % or more in any case."""
 MOST_LOG = 100.0
-"""Largest distance of an interval's end from its value, as the logarithm of a ratio: what a few short turns leave open
-lies beyond anything that can be measured."""
+"""Largest distance of an interval's end from its value, as the logarithm of a ratio: a few short turns may leave open
+more than any measurable value."""
 
 Turns = Sequence[Sequence[float]]
 Draws = NDArray[np.float64]
@@ -53,7 +52,7 @@ Draws = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Resampled:
-    """Logarithm of a measured quantity, and deviations of its bootstrap draws, before the widening for few turns."""
+    """Logarithm of a measured quantity, and deviations of its bootstrap draws, before widening for few turns."""
 
     value: float
     deviations: Draws
@@ -91,9 +90,8 @@ def curve_points(points: Sequence[Point]) -> list[CurvePoint]:
     """Points in order of workers, compared with the smallest one: throughput over the base's, as speed-up and as
     efficiency.
 
-    The base has a speed-up of its own number of workers and an efficiency of 1, exactly. Where points are compared
-    round by round, a speed-up is not quite the ratio of the points' own throughputs.
-    """
+    The base has a speed-up of its own number of workers and an efficiency of 1, exactly. If points are compared round
+    by round, a speed-up is not exactly the ratio of the points' own throughputs."""
     base, *rest = sorted(points, key=lambda point: point.workers)
     known, one = float(base.workers), Estimate(1.0, 1.0, 1.0)
     found = [CurvePoint(point=base, speedup=Estimate(known, known, known), efficiency=one)]
@@ -109,10 +107,9 @@ def curve_points(points: Sequence[Point]) -> list[CurvePoint]:
 def log_throughputs(points: Sequence[Point]) -> list[Resampled]:
     """Logarithms of the samples per s at the median step time of the points of a curve, the first of which is its base.
 
-    The points are compared round by round where all were measured in the same rounds and that makes the intervals of
-    their ratios at most `WORTH_PAIRING` as wide; else they are drawn independently. Pairs of few rounds have half the
-    degrees of freedom, so that pairing costs where rounds share nothing.
-    """
+    The points are compared round by round if all were measured in the same rounds and that makes the intervals of their
+    ratios at most `WORTH_PAIRING` as wide; otherwise they are drawn independently. Pairs of few rounds have half the
+    degrees of freedom, so pairing is a disadvantage if rounds share nothing."""
     apart = [_log_throughput(point, point.turns) for point in points]
     turns = turns_by_round(points)
     if turns is None:
@@ -132,11 +129,10 @@ def _log_throughput(point: Point, turns: Turns, *, is_paired: bool = False) -> R
 
 def resampled(turns: Turns, *, number: int = 0, is_paired: bool = False) -> Resampled:
     """The median step time with its bootstrap draws. number: distinct for each of several measurements, so that their
-    draws differ. is_paired: draw turns together with other paired ones, which must have equally many in the same order
-    of rounds.
+    draws differ. is_paired: draw turns together with other paired points, which must have equally many in the same
+    order of rounds.
 
-    Raises UsageError for times that are not finite and above 0, or missing.
-    """
+    Raises UsageError for times that are not finite and above 0, or missing."""
     steps = [step for turn in turns for step in turn]
     if not steps or not all(math.isfinite(step) and step > 0 for step in steps):
         found = next((step for step in steps if not (math.isfinite(step) and step > 0)), "none")
@@ -152,16 +148,15 @@ def estimate(log_value: float, log_deviations: Draws) -> Estimate:
 
 
 def scaled(given: Estimate, factor: float) -> Estimate:
-    """An estimate times a number above 0 that is known exactly."""
+    """An estimate times a positive number that is known exactly."""
     return Estimate(given.value * factor, given.low * factor, given.high * factor)
 
 
 def widening(parts: Sequence[Resampled]) -> float:
-    """Factor by which an interval that rests on these measurements is wider than the normal distribution's.
+    """Factor by which an interval from these measurements is wider than the normal distribution's.
 
     Student's t over the normal quantile, with the degrees of freedom of Welch and Satterthwaite, or of the number of
-    rounds.
-    """
+    rounds."""
     if len(parts) > 1 and all(part.is_paired for part in parts):
         return _over_normal(min(part.degrees_of_freedom for part in parts))
     variances = [float(np.var(part.deviations)) for part in parts]
@@ -210,7 +205,7 @@ def _resampled(turns: tuple[tuple[float, ...], ...], number: int, num_draws: int
 
 
 def _batches(steps: Sequence[float]) -> list[NDArray[np.float64]]:
-    """Consecutive batches of steps, as equal in length as can be."""
+    """Consecutive batches of steps, as equal in length as possible."""
     count = max(1, min(NUM_BATCHES, len(steps) // LEAST_BATCH))
     edges = [len(steps) * number // count for number in range(count + 1)]
     return [np.array(steps[first:last]) for first, last in itertools.pairwise(edges)]

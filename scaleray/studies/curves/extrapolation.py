@@ -1,10 +1,9 @@
 """How far a fitted curve may be extrapolated: the next doubling with its interval, or the reason why there is none.
 
-Two doubts make the interval: that of the measurements, from the law's fits to bootstrap draws; and that of the law,
-which repeats do not lessen. Points within a node do not show the network between nodes: 75 published doublings that
-were the first to leave a node were predicted wrong by 55 % (root mean square), 296 others by 13 %. So no doubling is
-predicted that leaves it.
-"""
+The interval covers two uncertainties: that of the measurements, from the law's fits to bootstrap draws; and that of the
+law, which repeats do not reduce. Points within a node do not show the network between nodes: predictions for 75
+published doublings that were the first to leave a node were wrong by 55 % (root mean square), those for 296 others by
+13 %. So no doubling beyond a node is predicted."""
 
 from __future__ import annotations
 
@@ -38,10 +37,11 @@ TWO_POINTS, MORE_POINTS = LawError(0.04, 0.7, 0.0), LawError(0.04, 0.5, 0.5)
 """Errors of laws on two points and on more points, fitted to 296 doublings of published curves that were predicted from
 the points before them, by the chosen law: weak and strong scaling of CNNs and transformers on 1 to 32 V100, P100, T4,
 A100 and H100 (DLPerf, NVIDIA DLExamples, TensorFlow 2017, LLM Foundry, and the traces of Pollux and Sia). The intervals
-hold 93 % of them, 96 % of those from 3 points or more; chosen without a source, such constants hold 89 % of it. The
-noise of those measurements, not repeated, is not in the intervals. A gain above 2 is not cut off: 11 % measured one."""
+hold 93 % of them, 96 % of those from 3 points or more; with constants chosen without one source they hold 89 % of it.
+The noise of those measurements, which were not repeated, is not in the intervals. A gain above 2 is not cut off, as 11
+% measured one."""
 WIDEST = 1.0
-"""Maximum width of the gain's interval for a prediction: no gain and the whole gain are 1 apart."""
+"""Maximum width of the gain's interval for a prediction: no gain and the full gain differ by 1."""
 NUM_BAND_POINTS = 24
 _SEED = 20
 
@@ -106,7 +106,7 @@ def band(points: list[CurvePoint], fitted: FittedLaw) -> list[tuple[float, Estim
 
 
 def _growth(fitted: FittedLaw, loss: float, last: int, workers: float) -> tuple[float, Draws]:
-    """Log throughput at `workers` over that at the last point, by the law, whose uncertainty is in the draws."""
+    """Log throughput at `workers` over that at the last point, by the law, whose uncertainty the draws show."""
     at_last, last_draws = fitted.log_throughput(last)
     there, draws = fitted.log_throughput(workers)
     doublings = math.log2(workers / last)

@@ -1,9 +1,8 @@
 """Fits of laws to the points of a curve: parameters with intervals, the error on points left out, and values along the
 curve.
 
-A law is fitted to the points, and again to every bootstrap draw of all of them; intervals are those of the refitted
-laws.
-"""
+A law is fitted to the points, and again to every bootstrap draw of all points; intervals are those of the refitted
+laws."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ from scaleray.studies.curves.laws import Array, GivenLaw, Law, laws_for
 NUM_FITS = 400
 """Number of bootstrap draws that each law is fitted to."""
 LEAST_NOISE = 0.02
-"""Minimum standard deviation of log throughput in the weights: points that repeat better weigh the same, as no law is
-more exact."""
+"""Minimum standard deviation of log throughput in the weights: points with less noise get no more weight, since no law
+is more exact."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +36,7 @@ class Measured:
 
     @classmethod
     def of(cls, points: Sequence[Point]) -> Measured:
-        """Make the input of the fits from points in order of workers."""
+        """Create the input of the fits from points in order of workers."""
         parts = log_throughputs(points)
         factor = widening(parts)
         deviations = np.array([part.deviations[:NUM_FITS] * factor for part in parts])

@@ -21,7 +21,7 @@ from scaleray.records.experiment import Experiment
 ALPHA = 0.05
 PERMUTATIONS = 399
 LEAST = 3
-"""Fewest values on each side of a split. Series of less than about eight values have no significant one."""
+"""Fewest values on each side of a split. Series of fewer than about eight values have no significant split."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ChangePoint:
 
 
 def change_points(values: Sequence[float], *, alpha: float = ALPHA, seed: int = 0) -> list[ChangePoint]:
-    """Changes of level, in order. alpha: probability of one where there is none. seed: of the random orders."""
+    """Changes of level, in order. alpha: probability of a false change. seed: of the random orders."""
     series, random = np.asarray(values, dtype=float), np.random.default_rng(seed)
     ends, p_values = [0, len(series)], dict[int, float]()
     waiting = [(0, len(series))]
@@ -56,7 +56,7 @@ def change_points(values: Sequence[float], *, alpha: float = ALPHA, seed: int = 
 
 
 def _split(part: np.ndarray, random: np.random.Generator) -> tuple[int, float] | None:
-    """The best split of a series and its p-value; None for a series that is too short, or of one value alone."""
+    """The best split of a series and its p-value; None for a series that is too short or constant."""
     if len(part) < 2 * LEAST or np.ptp(part) == 0:
         return None
     distances = np.abs(part[:, None] - part[None, :])

@@ -1,17 +1,6 @@
-"""Laws of how throughput grows with the number of workers, and their fit to measured points.
+"""Laws of throughput by number of workers, and their fit to measured points.
 
-With r = workers over those of the base, lambda = throughput of the base, S = throughput over lambda:
-
-    Amdahl     S = 1 / (f + (1 - f) / r)                          f: serial share of the base's time (Amdahl 1967)
-    Gustafson  S = r - f (r - 1)                                  f: serial share of the parallel run (Gustafson 1988)
-    USL        S = r / (1 + sigma (r - 1) + kappa r (r - 1))      contention and coherency (Gunther 2007); its peak
-                                                                  is at r = sqrt((1 - sigma) / kappa)
-
-Each is linear with coefficients of at least 0 in some basis, either for S or for r / S, which keeps f, sigma and
-kappa where they have a meaning. The fit minimises the weighted squares of the differences of log throughput:
-Gauss-Newton steps, each a non-negative least squares problem. lambda is fitted too: the base is measured with
-noise like every point.
-"""
+With r = workers over those of the base, lambda = throughput of the base, S = throughput over lambda:"""
 
 from __future__ import annotations
 
@@ -27,8 +16,8 @@ from scipy.optimize import nnls
 Array = NDArray[np.float64]
 MOST_STEPS = 50
 LEAST_POINTS_FOR_KAPPA = 4
-"""Smallest number of points with which the USL's kappa is fitted. With fewer it is 0, and the USL is Amdahl's
-law with another name."""
+"""Smallest number of points with which the USL's kappa is fitted. With fewer it is 0, and the USL equals Amdahl's
+law."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +26,7 @@ class GivenLaw:
 
     name: str
     throughput: Callable[[float], float]
-    """Samples per s, in any unit, on so many workers: above 0, also between and beyond whole numbers."""
+    """Function from the number of workers, also fractional, to the throughput in any unit, above 0."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +51,7 @@ class Law:
     def fit(self, r: Array, log_throughput: Array, weights: Array, *, start: Array | None = None) -> Array:
         """The coefficients that minimise sum(weights * (log_throughput - law)^2). r to weights: (num_points,).
 
-        start: coefficients near the solution, which saves time.
-        """
+        start: coefficients near the solution, to save time."""
         basis, root = self.basis(r), np.sqrt(weights)
         target = np.exp(np.log(r) - log_throughput if self.is_inverse else log_throughput)
         coefficients = nnls(basis / target[:, None] * root[:, None], root)[0] if start is None else start
@@ -94,7 +82,7 @@ def usl(r: float, sigma: float, kappa: float) -> float:
 
 
 def laws_for(num_points: int, given: Sequence[GivenLaw] = (), *, base_workers: int = 1) -> list[Law]:
-    """The laws that so many points can be fitted with, simplest first."""
+    """The laws that can be fitted to so many points, simplest first."""
     last = _USL if num_points >= LEAST_POINTS_FOR_KAPPA else _USL_WITHOUT_KAPPA
     every = [*(_as_law(law, base_workers) for law in given), _AMDAHL, _GUSTAFSON, last]
     return [law for law in every if num_points >= law.least_points]
@@ -105,7 +93,7 @@ def _ones_and(*columns: Callable[[Array], Array]) -> Callable[[Array], Array]:
 
 
 def _share(coefficients: Array, number: int) -> float:
-    """Coefficient `number` over the value at the base, where r is 1."""
+    """Coefficient `number` divided by the value at the base, where r is 1."""
     total = float(coefficients[0] + coefficients[1])
     return float(coefficients[number]) / total if total > 0 else 0.0
 

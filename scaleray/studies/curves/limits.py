@@ -1,8 +1,7 @@
 """Limiting factor of a curve's largest point, and its remedy.
 
-The time that a step takes beyond the ideal is the sum of the excess of each of its parts: on a strong curve a part is
-ideal at the base's divided by the growth of the workers, on a weak curve at the base's.
-"""
+The excess of a step over the ideal is the sum of the excess of its parts: the ideal of a part is the base's divided by
+the growth of the workers on a strong curve, and the base's on a weak curve."""
 
 from __future__ import annotations
 
@@ -59,11 +58,10 @@ def limit_of(mode: Mode, base: Point, largest: CurvePoint) -> str:
 
 
 def lost_shares(mode: Mode, base: Point, point: Point) -> dict[str, float]:
-    """Shares of the point's step time by which each part is beyond the ideal; below 0: better. They add up to
-    `1 - efficiency`.
+    """Excess of each part over the ideal, as a share of the point's step time; below 0: better. They add up to `1 -
+    efficiency`.
 
-    waiting: time spent waiting for the slowest worker of a step.
-    """
+    waiting: time spent waiting for the slowest worker of a step."""
     ideal = base.workers / point.workers if mode == "strong" else 1.0
     whole = point.step_time_s.value
     return {

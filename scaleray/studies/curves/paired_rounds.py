@@ -1,9 +1,8 @@
-"""Turns that were taken in the same rounds: the effect of a round on all of them is separated from that of each turn.
+"""Turns of the same rounds: the effect of a round on all turns is separated from that of each turn.
 
-A ladder takes one turn of every rung in a round, so that a machine that is slow for a while is slow for all of them. As
-in a block design, the mean over the points of each round's deviation is taken off. The ratio of the remainders of two
-points is the median over the rounds of the ratio within a round.
-"""
+A study measures one turn of every size in a round, so a machine that is slow for a while slows all of them. As in a
+block design, the mean over the points of each round's deviation is subtracted. The ratio of the remainders of two
+points is the median over the rounds of the ratio within a round."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ LEAST_ROUNDS = 2
 
 
 def launch_of(round_name: str) -> str:
-    """Study that took a turn, by the name of its round; "" for a turn of separately launched workers."""
+    """Study that measured a turn, by the name of its round; "" for a turn of separately launched workers."""
     return round_name.rpartition("/")[0]
 
 

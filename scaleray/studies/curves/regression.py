@@ -1,14 +1,12 @@
-"""Whether something became slower: the change of step times between two sets of launches, and whether it exceeds the
-noise.
+"""The change of step times between two sets of launches, and whether it exceeds the noise.
 
 The difference between two launches of the same training (placement, neighbours, clocks) is usually larger than the
-noise of their steps, and one launch does not show it. So a launch is one measurement, the logarithm of its median step
-time: with at least 2 on each side the difference of their means gets Welch's interval with the degrees of freedom of
-the smaller side, which holds at least its nominal share whatever the spreads of the two sides are (Mickey and Brown
+noise of their steps, and a single launch does not show it. So a launch counts as one measurement, the logarithm of its
+median step time: with at least 2 on each side the difference of their means gets Welch's interval with the degrees of
+freedom of the smaller side, which has at least its nominal coverage for any spreads of the two sides (Mickey and Brown
 1966, Ann. Math. Stat. 37(3):639-642; Welch's own degrees of freedom alarm falsely in 10 % of comparisons of 2 launches
 with 10). With fewer launches nothing is called slower: the answer is `inconclusive`, with the number of launches that
-would suffice.
-"""
+would suffice."""
 
 from __future__ import annotations
 
@@ -33,17 +31,16 @@ MOST_REPEATS = 100
 
 Basis = Literal["launches", "one side's launches", "steps"]
 Pairs = Mapping[Any, float]
-"""Seconds for the same work, by the settings they were measured under."""
+"""Seconds for the same work, by the settings of the measurement."""
 
 
 @dataclass(frozen=True)
 class Change:
     """Time that the same work takes over that of the base: 1.04 is slower by 4 %.
 
-    basis: what the interval rests on. Launches of both sides; launches of one, as if the other spread as much; or steps
-    alone, which differ by less than launches do. spread: standard deviation of a launch's log time; with basis `steps`
-    that of the steps, a lower bound.
-    """
+    basis: source of the interval: launches of both sides; launches of one side, assuming an equal spread of the other;
+    or only steps, which differ by less than launches. spread: standard deviation of a launch's log time; with basis
+    `steps` that of the steps, a lower bound."""
 
     time_ratio: Estimate
     basis: Basis = "launches"
@@ -52,8 +49,7 @@ class Change:
     @property
     def verdict(self) -> str:
         """Verdict: `slower`, `faster`, `no difference` (none that exceeds the noise), or `inconclusive`: more than the
-        known noise, while the difference between launches is not known.
-        """
+        known noise, while the difference between launches is unknown."""
         found = "slower" if self.time_ratio.low > 1 else "faster" if self.time_ratio.high < 1 else "no difference"
         return found if found == "no difference" or self.basis == "launches" else "inconclusive"
 
@@ -109,9 +105,8 @@ def change_of_launches(mine: Sequence[Turns], base: Sequence[Turns], *, alike: S
     """Change between launches of the same work. mine, base: for each launch its turns, for each turn its step times in
     s.
 
-    alike: launches, these among them, which are known to be all the same: from 3 on they show the spread where both
-    sides are single. Raises UsageError for times that are not finite and above 0, or missing.
-    """
+    alike: launches, including these, that are known to be the same: 3 or more show the spread if both sides are single.
+    Raises UsageError for times that are not finite and above 0, or missing."""
     # first, as it refuses times that have no logarithm
     noise = [float(np.mean([_noise(turns) for turns in side])) for side in (mine, base)]
     sides = [[_log_median(turns) for turns in side] for side in (mine, base)]
@@ -123,9 +118,8 @@ def change_of_launches(mine: Sequence[Turns], base: Sequence[Turns], *, alike: S
 
 
 def change_of_trials(mine: Sequence[Pairs], base: Sequence[Pairs], *, alike: Sequence[Pairs] = ()) -> Change | None:
-    """Change between sweeps. mine, base: a mapping for each sweep; settings that all sweeps of both sides have
-    are compared as pairs, which cancels the effect of the settings. None for fewer than 3 such settings. alike:
-    see `change_of_launches`."""
+    """Change between sweeps. mine, base: a mapping for each sweep; settings common to all sweeps are compared as pairs,
+    which cancels the effect of the settings. None for fewer than 3 such settings. alike: see `change_of_launches`."""
     common = [key for key in base[0] if all(key in one for one in (*mine, *base, *alike))]
     if len(common) < LEAST_PAIRS:
         return None
@@ -143,8 +137,8 @@ def change_of_trials(mine: Sequence[Pairs], base: Sequence[Pairs], *, alike: Seq
 
 
 def _of_launches(sides: Sequence[Sequence[float]], noise: Sequence[float], *, alike: Sequence[float]) -> Change | None:
-    """Change by the spread between launches; None where no such spread is known. sides: log times of the launches of
-    each side. noise: for each side, variance of a launch's log time that its steps alone give."""
+    """Change by the spread between launches; None if no such spread is known. sides: log times of the launches of each
+    side. noise: for each side, variance of a launch's log time from its steps alone."""
     counts = [len(side) for side in sides]
     value = float(np.mean(sides[0]) - np.mean(sides[1]))
     # launches that lie together by chance are not known better than their steps are
@@ -165,7 +159,7 @@ def _of_launches(sides: Sequence[Sequence[float]], noise: Sequence[float], *, al
 
 
 def _reach(launches: int, spread: float) -> float:
-    """Difference of log times that so many launches of each side detect with probability `POWER`."""
+    """Difference of log times that this many launches of each side detect with probability `POWER`."""
     error = spread * math.sqrt(2 / launches)
     return (_quantile(launches - 1) + float(stdtrit(launches - 1, POWER))) * error
 
@@ -184,5 +178,5 @@ def _log_median(turns: Turns) -> float:
 
 
 def _noise(turns: Turns) -> float:
-    """Variance of a launch's log median, as its turns and blocks of steps show it."""
+    """Variance of a launch's log median, from its turns and blocks of steps."""
     return float(np.var(resampled(turns).deviations))

@@ -1,16 +1,14 @@
-"""Which steps of a run count: where its warm-up ends, and whether what follows is steady.
+"""Which steps of a run count: the end of its warm-up, and whether later steps are steady.
 
-The rule. Steps are looked at in batches of 5, each by its median, so that single slow steps do not matter. The warm-up
-ends where the standard error of the remaining batches' mean is smallest, or first within 5 % of that (MSER-5: White
-1997, Simulation 69(6):323-334), after at least 3 steps and at most half of all (and 20 stay where there are as many).
-The rest is steady unless
+The rule: steps are grouped in batches of 5, each represented by its median, so single slow steps do not matter. The
+warm-up ends where the standard error of the remaining batches' mean is smallest, or first within 5 % of that (MSER-5:
+White 1997, Simulation 69(6):323-334), after at least 3 steps and at most half of all (and 20 stay where there are as
+many). The rest is steady unless
 
 - it drifts: it rises or falls more than chance explains (Kendall's tau, p < 0.01), by more than 3 % from end to end on
-  the Theil-Sen line; or
-- the warm-up had not ended by half of the steps: it would end there, and the last batch before it is still more than
-  3 % and 3 standard deviations off; or
-- there are fewer than 20 steps after the warm-up: too few to tell.
-"""
+the Theil-Sen line; or - the warm-up had not ended by half of the steps: it would end there, and the last batch before
+it is still more than 3 % and 3 standard deviations off; or - there are fewer than 20 steps after the warm-up: too few
+to tell."""
 
 from __future__ import annotations
 
@@ -23,17 +21,17 @@ from numpy.typing import NDArray
 
 BATCH = 5
 LEAST_WARMUP = 3
-"""Minimum warm-up in steps: a process allocates in its first step and fills caches in the second and third, whatever
-their times."""
+"""Minimum warm-up in steps: a process allocates in its first step and fills caches in the second and third, regardless
+of their times."""
 LEAST_STEPS = 20
 """Minimum number of steps after the warm-up for a drift to be visible."""
 CHANCE = 0.01
 MOST_DRIFT = 0.03
 NEARLY_BEST = 1.05
 """Largest squared standard error of the remaining batches' mean, relative to the smallest, at which an end of the
-warm-up counts as equally good; the earliest of these is taken."""
+warm-up counts as equally good; the earliest of these is used."""
 NUM_DRIFT_BATCHES = 40
-"""Number of batches in which a drift is looked for: long ones, as neighbouring steps resemble each other."""
+"""Number of batches for detecting a drift: long ones, since neighbouring steps are similar."""
 MOST_BATCHES = 400
 """Approximate number of batches of a long run in the search for the end of the warm-up: longer runs get longer batches,
 so that the work stays small."""
@@ -54,10 +52,9 @@ class SteadyState:
 
 
 def steady_state(step_times_s: Sequence[float]) -> SteadyState:
-    """Where the warm-up of these step times ends, and whether the rest is steady; see the rule above.
+    """The end of the warm-up of these step times, and whether the rest is steady; see the rule above.
 
-    step_times_s: step times in s, in order. Any number of steps is taken; without steps nothing counts.
-    """
+    step_times_s: step times in s, in order. Any number of steps is allowed; without steps nothing counts."""
     times = np.asarray(step_times_s, dtype=np.float64)
     count = len(times)
     if count == 0:
