@@ -1,1 +1,1 @@
-"""From a trained model to a promoted one: gates, evidence, promotion and the path of an experiment."""
+"""The way from a trained model to a promoted one: gates, evidence, promotion and paths of experiments."""

@@ -1,4 +1,4 @@
-"""The answers of the gates on the terminal: each gate with its checks, the answer of all last."""
+"""The answers of the gates on the terminal: each gate with its checks, and finally the overall answer."""
 
 from __future__ import annotations
 

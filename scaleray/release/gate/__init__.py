@@ -1,1 +1,1 @@
-"""`scaleray gate`: evidence of recorded runs, certificates and studies, judged by a policy."""
+"""`scaleray gate`: evaluate the evidence of recorded runs, certificates and studies by a policy."""

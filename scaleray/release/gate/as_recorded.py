@@ -1,6 +1,6 @@
-"""Whether the evidence equals MLflow's copy: trainings with their alerts, the study with its points, the certificate. A
+"""Compare the evidence with MLflow's copy: trainings with their alerts, the study with its points, the certificate. A
 change of a file in a folder, or of a number in MLflow, is found; the same change of both is not. MLflow is the server
-that the reader chose."""
+chosen by the reader."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME_IT = "name the MLflow server of its record: --uri URI"
 
 
 def runs_as_recorded(evidence: Evidence, uri: str | None) -> Check:
-    """Whether the records of all trainings are MLflow's, with their alerts."""
+    """Whether the records of all trainings, with their alerts, equal MLflow's."""
     what = "records as MLflow has them"
     unknown = []
     runs = [*evidence.candidates, *evidence.baselines, *evidence.endured]

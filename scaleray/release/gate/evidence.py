@@ -35,7 +35,7 @@ from scaleray.release.gates.operations import faults_survived
 
 NO_CERTIFICATE = f"it holds no {CERTIFICATE} of `scaleray verify`"
 READERS = 8
-"""Number of neighbouring folders that are read at once, as a bucket answers each request late."""
+"""Number of neighbouring folders read concurrently, since a bucket answers each request slowly."""
 MOST_NEIGHBOURS = 500
 """Most folders next to a run's own that are searched for its repeats, certificates and studies, the newest first."""
 
@@ -77,9 +77,7 @@ def collect(
     uri: str | None = None,
 ) -> Evidence:
     """Collect the evidence of these runs. Evidence that is not named is searched in the folders next to the runs.
-
-    Raises UsageError for evidence of the wrong kind, TrackingError for evidence that is not there.
-    """
+    Raises UsageError for evidence of the wrong kind, TrackingError for missing evidence."""
     candidates, baselines = _named(runs, uri), _named(against, uri)
     for one in (*candidates, *baselines):
         training(one)
@@ -139,8 +137,8 @@ def certificates_for(found: FoundRun, named: Sequence[str]) -> list[NamedCertifi
 
 
 def learning(found: FoundRun, target: Target | None, metric: str | None) -> Learning:
-    """Learning result of a run. metric: its last value counts; None: the target's. An unfinished run has not reached
-    the target."""
+    """Learning result of a run. metric: the one whose last value counts; None: the target's. An unfinished run has not
+    reached the target."""
     record = training(found)
     has_finished = record.status == "FINISHED"
     is_known = target is None or bool(found.evaluations.get(target.metric)) or not has_finished
@@ -306,7 +304,7 @@ def _study(name: str | None, beside: Sequence[_Neighbour], run: RunRecord, uri: 
     if name is not None:
         record = find_run(name, uri=uri).record
         if not isinstance(record, StudyRecord):
-            raise UsageError("--study", name, "it must be a scaling study", "scaleray study -c FILE makes one")
+            raise UsageError("--study", name, "it must be a scaling study", "scaleray study -c FILE creates one")
         return record
     own = digest(training_of(run.config))
     for record in (one.record for one in beside if isinstance(one.record, StudyRecord)):

@@ -1,4 +1,4 @@
-"""Evaluate the gates of a training: an answer of each, and one of all."""
+"""Evaluate the gates of a training: an answer for each, and one for all."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def gate(
     days: float | None = None,
     uri: str | None = None,
 ) -> GateRecord:
-    """Ask whether a training may go into production: `.answer` is pass, fail or inconclusive, `.gates` has the details.
+    """Evaluate whether a training may go into production: `.answer` is pass, fail or inconclusive, `.gates` has the
+    details.
 
     runs: the candidate, and runs that repeat it with other seeds: folders, names in the storage path, or ids or names
-    in MLflow at `uri`; or one scaling study, which has gates of its own. against: runs of the baseline. policy: a YAML
+    in MLflow at `uri`; or one scaling study, which has its own gates. against: runs of the baseline. policy: a YAML
     file, or its sections as a mapping. study: a scaling study of the candidate's training. certificates: folders of
-    `verify`. gates: names of some; None is all.
+    `verify`. gates: names of some; None: all.
 
     against may be one registered version, `NAME@ALIAS` or `models:/NAME/VERSION`: the gates are then `speed`,
-    `convergence` and `data`, by the evidence that its promotion kept and its policy, or `policy`. Without runs, those
-    in MLflow of its experiment are judged that train the same, began after its promotion and in the last `days` (8),
-    and have finished or failed.
+    `convergence` and `data`, by the evidence stored at its promotion and its policy, or `policy`. Without runs, the
+    runs of its experiment in MLflow are evaluated that train the same, began after its promotion and in the last `days`
+    (8), and have finished or failed.
 
-    Raises ConfigError for a policy or gate that is not known, TrackingError for a run that is not there.
-    """
+    Raises ConfigError for an unknown policy key or gate, TrackingError for a run that does not exist."""
     names, facts = [str(run) for run in runs], [str(one) for one in certificates]
     baselines = [str(run) for run in ([against] if isinstance(against, str | Path) else against)]
     version = registered(baselines)
@@ -94,9 +94,8 @@ def judge_evidence(
     now: float | None = None,
     uri: str | None = None,
 ) -> GateRecord:
-    """Answers of the gates to this evidence. now: seconds since 1970 at which a certificate's age counts, by default
-    this moment. uri: MLflow that records are compared with if the one that they were written to is not there.
-    """
+    """Answers of the gates to this evidence. now: time in seconds since 1970 for a certificate's age, by default the
+    current time. uri: MLflow to compare records with if the one they were written to does not exist."""
     moment = time.time() if now is None else now
     asked: dict[str, Callable[[Evidence, Policy], GateResult]] = {
         data_fingerprint.GATE: functools.partial(_fingerprint, uri=uri),

@@ -1,4 +1,4 @@
-"""Evidence of a decision in its own folder, to evaluate the gates again when the runs, certificates and studies are
+"""Evidence of a decision in a separate folder, to evaluate the gates again when the runs, certificates and studies are
 gone."""
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SIDES = ("candidates", "baselines", "endured")
 
 
 def keep_evidence(evidence: Evidence, policy: Policy, folder: Path) -> Evidence:
-    """Write evidence and policy to a new folder, and return the evidence as it is read back: judged by that, the gates
-    give the same answers again."""
+    """Write evidence and policy to a new folder, and return the evidence read back from it, which gives the same
+    answers of the gates."""
     folder.mkdir(parents=True)
     sides: dict[str, list[FoundRun]] = {side: getattr(evidence, side) for side in SIDES}
     for side, runs in sides.items():

@@ -28,7 +28,8 @@ OF_PROMOTED = (drift.SPEED, convergence.GATE, drift.DATA)
 DAYS = 8.0
 """Age in days up to which runs count as recent by default: a week and some hours."""
 MAY_DIFFER = ("seed", "workload.name", "workload.args.")
-"""Keys of the config in which recent runs may differ from the promoted one: the code's path differs, data are newer."""
+"""Keys of the config in which recent runs may differ from the promoted one: the code's path differs, and data are
+newer."""
 
 
 def registered(against: Sequence[str]) -> Named | None:
@@ -62,10 +63,9 @@ def judge_promoted(
 ) -> GateRecord:
     """Compare the speed, the convergence and the data of runs with those of a promoted model.
 
-    runs: without any, those in MLflow of the promoted run's experiment that train the same, began after its promotion
-    and in the last `days`, and have finished or failed. policy: None is that of the promotion.
-    Raises UsageError, ConfigError and TrackingError.
-    """
+    runs: by default those of the promoted run's experiment in MLflow that train the same, began after its promotion and
+    in the last `days`, and have finished or failed. policy: None: that of the promotion. Raises UsageError, ConfigError
+    and TrackingError."""
     for name in gates or ():
         if name not in OF_PROMOTED:
             allowed = f"against a registered version the gates are {', '.join(OF_PROMOTED)}"

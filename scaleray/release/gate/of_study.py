@@ -1,5 +1,5 @@
-"""Gates of a scaling study: is its largest number of workers efficient enough, and does a certificate prove that
-training equal to one process? The other gates apply to a training."""
+"""Gates of a scaling study: is its largest number of workers efficient enough, and does a certificate prove that its
+training equals that of one process? The other gates apply to a training."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from scaleray.release.gates.policy import Policy
 
 
 def read_policy(path: str | Path | Mapping[str, Any] | None) -> Policy:
-    """Policy from a file, or from sections in a mapping; None: the defaults. Raises ConfigError for a key or value that
-    a policy cannot have."""
+    """Policy from a file, or from sections in a mapping; None: the defaults. Raises ConfigError for an invalid key or
+    value."""
     if path is None:
         return Policy()
     if isinstance(path, Mapping):
@@ -34,7 +34,9 @@ def read_policy(path: str | Path | Mapping[str, Any] | None) -> Policy:
 def policy_of(values: Any, *, where: str, lines: Mapping[str, int] | None = None) -> Policy:
     """Policy from plain values, sections with keys. where: name of the source in messages. lines: line of each key."""
     if not isinstance(values, dict):
-        raise ConfigError(f"policy {where}", "no mapping", f"it holds sections: {', '.join(Policy.model_fields)}")
+        raise ConfigError(
+            f"policy {where}", "not a mapping", f"it must hold the sections {', '.join(Policy.model_fields)}"
+        )
     try:
         return Policy.model_validate(values)
     except ValidationError as exc:

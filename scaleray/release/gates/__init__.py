@@ -1,2 +1,2 @@
-"""Gates between a trained model and production: the requirements of each on recorded evidence, and the certainty of its
-answer."""
+"""Gates between a trained model and production: the requirements of each on recorded evidence, and the confidence of
+its answer."""

@@ -1,4 +1,4 @@
-"""Tests of two means with three answers, how likely they are to pass, and how many runs that takes.
+"""Tests of two means with three answers, their power, and the number of runs needed.
 
 Each asks whether a candidate is worse than a baseline by less than a margin: non-inferiority (FDA, Non-Inferiority
 Clinical Trials to Establish Effectiveness, 2016), and equivalence by two one-sided tests (Schuirmann 1987). A relative
@@ -6,9 +6,8 @@ margin is a linear contrast of the two means, so that the baseline's own noise c
 1999). Variances may differ: the statistic is Welch's, with the degrees of freedom of the side with fewer runs.
 
 Each one-sided test errs with at most `alpha` = 5 % at its margin, for noise that is normal or as skewed as an
-exponential distribution, with unequal deviations and numbers of runs, and for runs in succession of which neighbours
-correlate by at most 0.3 (`Contrast`). jobs/benchmarks/gates.py simulates each; docs/gates.md has the figures.
-"""
+exponential distribution, with unequal deviations and numbers of runs, and for successive runs with a correlation of
+neighbours of at most 0.3 (`Contrast`). jobs/benchmarks/gates.py simulates each; docs/gates.md has the figures."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from scaleray.records.gate_answer import Answer
 
 ALPHA = 0.05
 POWER = 0.9
-"""Power for which needed runs are counted: a candidate as good as the baseline passes 9 times of 10."""
+"""Power for computing the needed runs: a candidate as good as the baseline passes 9 times of 10."""
 MOST_RUNS = 1000
 """Largest number of runs considered; beyond it the margin is too narrow for the noise."""
 SKEWED = 0.7
@@ -33,9 +32,10 @@ SKEWED = 0.7
 expansion of a studentised mean (Hall 1992, section 2.6) is skewness / 6, 0.33 for exponential noise; 3 to 30 of such
 runs take up to 0.61 by simulation."""
 UNEQUAL = 1.5
-"""Multiple of that term for two sides, since the noisier side is known only by deviations that are estimated."""
+"""Multiple of that term for two sides, since the noisier side is known only from estimated deviations."""
 SUCCESSIVE = math.sqrt(2)
-"""Multiple of a critical value for runs in succession: neighbours that correlate by 1/3 count as half as many runs."""
+"""Multiple of a critical value for successive runs: with a correlation of neighbours of 1/3 they count as half as
+many."""
 Better = Literal["higher", "lower"]
 
 
@@ -55,8 +55,8 @@ class Runs:
 
     @classmethod
     def of(cls, values: Sequence[float], *, resolution: float = 0.0, are_successive: bool = False) -> Runs:
-        """The runs with these values. resolution: the step in which a value can be seen, such as the samples between
-        two evaluations: where all runs fall into one step, they still differ by its rounding, resolution / sqrt(12)."""
+        """The runs with these values. resolution: smallest visible difference of values, such as the samples between
+        two evaluations: if all runs have one value, they still differ by its rounding, resolution / sqrt(12)."""
         spread = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
         stdev = max(spread, resolution / math.sqrt(12)) if len(values) > 1 else math.nan
         return cls(float(np.mean(values)), stdev, len(values), are_successive)
@@ -64,7 +64,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Margin:
-    """How much worse a candidate may be: an absolute amount, or a share of the baseline's mean."""
+    """Largest amount by which a candidate may be worse: absolute, or a share of the baseline's mean."""
 
     size: float
     is_relative: bool
@@ -116,8 +116,8 @@ def not_worse(
 def equal(
     candidate: Runs, baseline: Runs, margin: Margin, *, better: Better, alpha: float = ALPHA
 ) -> MarginTest | None:
-    """Whether the candidate is neither worse nor better by the margin: two one-sided tests, each at `alpha`. None if a
-    side has fewer than two runs."""
+    """Whether the candidate is not worse or better by the margin: two one-sided tests, each at `alpha`. None if a side
+    has fewer than two runs."""
     worse = not_worse(candidate, baseline, margin, better=better, alpha=alpha)
     best = not_worse(candidate, baseline, margin, better=_turned(better), alpha=alpha)
     if worse is None or best is None:
@@ -179,13 +179,12 @@ def runs_needed(enough: Callable[[int], bool]) -> int | None:
 
 @dataclass(frozen=True)
 class Contrast:
-    """Noise of a mean, or of candidate - factor * baseline: its standard error, and how far beyond Student's t the
-    difference must lie.
+    """Noise of a mean, or of candidate - factor * baseline: its standard error, and the excess over Student's t that is
+    required of the difference.
 
-    Means of a few skewed runs lie far from the truth where their spread is small by chance, so that t takes them for
+    If the spread of a few skewed runs is small by chance, their mean is often far from the truth, but t treats it as
     certain: 15 % of sets of 5 exponential runs pass at the margin by Welch's test if the other side has little noise.
-    Runs in succession that correlate by 0.3 pass 10 %. Skewed noise of runs in succession is not covered.
-    """
+    Successive runs that correlate by 0.3 pass 10 %. Skewed noise of successive runs is not covered."""
 
     error: float
     freedom: float

@@ -1,9 +1,8 @@
 """The gate `convergence`: a candidate learns as well as the baseline, from as many samples, and not suspiciously fast.
 
 Runs of one side repeat each other with other seeds; one that did not finish has missed the target. A run's effort is
-the number of samples up to the first evaluation that reached the target, so that it is known in steps of the
-evaluations' distance only. Its logarithm is compared, as efforts are skewed to the right.
-"""
+the number of samples up to the first evaluation that reached the target, so it is known only in steps of the
+evaluations' distance. Its logarithm is compared, since efforts are skewed to the right."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def convergence_gate(
         return gate_of(GATE, [few])
     checks = [few]
     if target is None:
-        words = "there is no target for which to compare samples"
+        words = "there is no target to compare samples for"
         key = "convergence.target in the policy, or stop.at in the config"
         checks.append(Check(what="samples to the target", answer="inconclusive", words=words, remedy=key))
     else:
@@ -66,7 +65,7 @@ def _enough(candidates: Sequence[Learning], baselines: Sequence[Learning], least
     what = "repeated runs"
     if min(len(candidates), len(baselines)) >= least:
         return Check(what=what, answer="pass", words=shown, numbers=numbers)
-    words = f"{shown}; the policy asks for {least} of each"
+    words = f"{shown}; the policy requires {least} of each"
     return Check(what=what, answer="inconclusive", words=words, numbers=numbers, runs_needed=least, remedy=TRAIN_MORE)
 
 
@@ -79,7 +78,7 @@ def _reached(candidates: Sequence[Learning], baselines: Sequence[Learning], may_
         remedy = "name the MLflow server that has them with --uri, or correct convergence.target"
         return Check(what=what, answer="inconclusive", words=words, numbers=numbers, remedy=remedy)
     if missed[1]:
-        words = f"{missed[1]} of {len(baselines)} baselines ended without the target: they are no baseline for it"
+        words = f"{missed[1]} of {len(baselines)} baselines ended without the target: they cannot be its baseline"
         remedy = "train the baseline longer, or lower the target"
         return Check(what=what, answer="inconclusive", words=words, numbers=numbers, remedy=remedy)
     words = f"{len(candidates) - missed[0]} of {len(candidates)} candidates reached it"
@@ -104,7 +103,7 @@ def _efforts(candidates: Sequence[Learning], baselines: Sequence[Learning], poli
     checks = []
     if resolution > COARSEST * allowed:
         words = f"evaluations are {resolution:,.0f} samples apart, more than half of the margin's {allowed:,.0f}"
-        remedy = "evaluate more often (evaluation.every) or give a wider convergence.margin"
+        remedy = "evaluate more often (evaluation.every) or set a wider convergence.margin"
         checks.append(Check(what="fine enough evaluations", answer="inconclusive", words=words, remedy=remedy))
     margin = Margin(math.log1p(policy.margin), is_relative=False)
     checks.append(_asked("samples to the target", runs, margin, "lower", policy, of_logs=True))

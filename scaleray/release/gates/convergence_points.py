@@ -2,10 +2,9 @@
 
 A reference point is a set of runs of the reference at one batch size. The mean of a set leaves out its best and its
 worst run (`olympic`). A submission's mean below `slowest_allowed` is faster than chance explains: its recipe, data or
-target is likely another one. The smallest mean that a one-sided pooled t-test does not reject, with the reference's
-standard deviation for both sides, has a closed form, which is used here in place of MLPerf's bisection. Source: MLPerf
-Training rules, section Reference Convergence Points; mlperf-logging 4.1.68, rcp_checker.
-"""
+target probably differs. The smallest mean that a one-sided pooled t-test does not reject, with the reference's standard
+deviation for both sides, has a closed form, which is used here instead of MLPerf's bisection. Source: MLPerf Training
+rules, section Reference Convergence Points; mlperf-logging 4.1.68, rcp_checker."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ LEAST_REFERENCE = 4
 
 @dataclass(frozen=True)
 class ReferencePoint:
-    """Effort to the target at one batch size: epochs or samples, as all points of one reference have it."""
+    """Effort to the target at one batch size: epochs or samples, the same for all points of one reference."""
 
     batch_size: int
     mean: float

@@ -1,8 +1,7 @@
 """The gate `fingerprint`: candidate and baseline are the same code on the same data in the same kind of environment.
 
-Keys of the config that differ are named and not judged: to train on more workers is to change some of them. Only what
-the training is of, the workload and its data, has to be the same.
-"""
+Different keys of the config are named but not judged, since training on more workers changes some of them. Only the
+workload and its data must be the same."""
 
 from __future__ import annotations
 
@@ -24,13 +23,13 @@ ABOUT_FILES = ("rows", "bytes", "sha256", "hashed", "tokens")
 CONTENT = "content"
 """Value of `hashed` if all bytes were hashed; otherwise only names and sizes were, or nothing."""
 LINK = f"{GPU}interconnect"
-"""Connection of GPUs: a fact of trainings on several GPUs."""
+"""Connection of GPUs: required for trainings on several GPUs."""
 
 
 def fingerprint_gate(
     candidates: Sequence[RunRecord], baselines: Sequence[RunRecord], *, policy: FingerprintPolicy
 ) -> GateResult:
-    """The gate's checks: code, environment, data, and what is trained."""
+    """The gate's checks: code, environment, data, and workload."""
     if not candidates or not baselines:
         missing = "baseline" if candidates else "candidate"
         words = f"there is no {missing} to compare with"
@@ -51,7 +50,7 @@ def _alike(
 ) -> Check:
     what = f"the same {name}"
     if unknown := [run.name for run, known in zip(runs, facts, strict=True) if not known]:
-        words = f"{', '.join(unknown)} recorded nothing of it"
+        words = f"{', '.join(unknown)} did not record it"
         return Check(what=what, answer="inconclusive", words=words)
     for run, known in zip(runs[1:], facts[1:], strict=True):
         if found := unlike(facts[0], known, may_differ):
@@ -66,7 +65,7 @@ def committed(states: Mapping[str, Mapping[str, Any]], policy: FingerprintPolicy
     """Whether the code is committed. states: git's state by name of the measurement."""
     what = "code that a commit holds"
     if unknown := [name for name, git in states.items() if git.get("is_dirty") is None]:
-        words = f"it is not known for {', '.join(unknown)}"
+        words = f"it is unknown for {', '.join(unknown)}"
         answer: Answer = "pass" if policy.allow_uncommitted else "inconclusive"
         return Check(what=what, answer=answer, words=words, remedy="train in a checkout")
     if (dirty := [name for name, git in states.items() if git["is_dirty"]]) and not policy.allow_uncommitted:
@@ -83,16 +82,16 @@ def _known_hardware(runs: Sequence[RunRecord], may_differ: Sequence[str]) -> Che
     unknown = [f"{run.name} has no record of its workers" for run in runs if not workers_of(run)]
     for run in runs:
         if uses_gpus(workers_of(run)) and (missing := unknown_of_gpus(facts_of_run(run), may_differ)):
-            unknown.append(f"{run.name} ran on GPUs, and {', '.join(missing)} of them were not recorded")
+            unknown.append(f"{run.name} ran on GPUs, but their {', '.join(missing)} were not recorded")
     if unknown:
-        remedy = "scaleray doctor shows what each node reports of its GPUs; train again, or set fingerprint.may_differ"
+        remedy = "scaleray doctor shows each node's report of its GPUs; train again, or set fingerprint.may_differ"
         return Check(what=what, answer="inconclusive", words="; ".join(unknown[:4]), remedy=remedy)
     devices = {"GPUs" if uses_gpus(workers_of(run)) else "CPUs" for run in runs}
     return Check(what=what, answer="pass", words=f"{len(runs)} runs on {' and '.join(sorted(devices))}")
 
 
 def _known_content(runs: Sequence[RunRecord], may_differ: Sequence[str]) -> Check:
-    """Whether the bytes of the data are known: an equal number of rows, or equal file names, prove nothing."""
+    """Whether the bytes of the data are known, since an equal number of rows, or equal file names, prove nothing."""
     what = "data known by its content"
     unknown = {
         f"{split} of {run.name} ({facts.get('hashed') or 'no hash'})": split

@@ -1,11 +1,10 @@
 """Do recent runs still match those of a promoted model in speed and data? Answered like gates; `convergence` evaluates
 how they learn. Byte-identical data needs no further check.
 
-Columns are compared by the shares of their rows, whatever their distribution. A margin is passed where the largest
-difference of shares is below it by the noise of a share, and failed where it is above it by the noise of the largest
+Columns are compared by the shares of their rows, for any distribution. A check passes if the largest difference of
+shares is below the margin by the noise of a share, and fails if it is above the margin by the noise of the largest
 difference (Dvoretzky, Kiefer and Wolfowitz 1956; Massart 1990), so that all checks of the same data together fail with
-at most `alpha`. Shares of single values are bounded by Clopper and Pearson (1934).
-"""
+at most `alpha`. Shares of single values are bounded by Clopper and Pearson (1934)."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ TRAIN_AGAIN = "train and promote it again: records now have the distribution of 
 LARGEST_OF_NINE_IN_TEN = 1.224
 """Largest difference of 9 in 10 pairs of samples of the same data, in units of a share's noise (Kolmogorov 1933)."""
 SUCCESSIVE = 2
-"""Rows that count as one for a pass, since neighbouring rows may resemble each other."""
+"""Rows that count as one for passing, since neighbouring rows may be similar."""
 CHECKS_A_COLUMN = 3
 """Most checks of the values of one column."""
 Facts = Mapping[str, Any]
@@ -50,7 +49,7 @@ def speed_gate(today: Sequence[RunRecord], promoted: Sequence[RunRecord], *, pol
     checks.append(compared("s per sample", sides, margin, better="lower", alpha=policy.alpha, min_runs=policy.min_runs,
                            of_logs=True))  # fmt: skip
     if min(map(len, times)) < policy.min_runs:
-        words = f"{len(times[0])} and {len(times[1])} runs; the policy asks for {policy.min_runs} of each"
+        words = f"{len(times[0])} and {len(times[1])} runs; the policy requires {policy.min_runs} of each"
         checks.append(Check(what="repeated runs", answer="inconclusive", words=words, runs_needed=policy.min_runs))
     return gate_of(SPEED, checks)
 
@@ -84,7 +83,7 @@ def _same_hardware(today: Sequence[RunRecord], promoted: Sequence[RunRecord]) ->
     if found[0] == found[1] and len(found[0]) == 1:
         return Check(what=what, answer="pass", words=found[0].pop())
     shown = [" and ".join(sorted(side)) for side in found]
-    words = f"{shown[0]} today, {shown[1]} then: speeds on other hardware do not compare"
+    words = f"{shown[0]} today, {shown[1]} then: speeds on different hardware cannot be compared"
     return Check(what=what, answer="inconclusive", words=words)
 
 
@@ -168,8 +167,8 @@ def _values(where: str, mine: Facts, theirs: Facts, policy: DriftPolicy, alpha: 
 def _new(
     what: str, number: int, once: int, rows: Sequence[int], words: str, policy: DriftPolicy, alpha: float
 ) -> Check:
-    """Whether few enough rows have a value that the promoted data lacked. once: number of values that occurred in one
-    promoted row, which predicts unseen ones (Good and Turing)."""
+    """Whether few enough rows have a value that the promoted data lacked. once: number of values that occurred in
+    exactly one promoted row, which predicts unseen ones (Good and Turing)."""
     share = number / rows[0]
     least = _lowest_share(number, rows[0], alpha)
     most = _highest_share(number / SUCCESSIVE, rows[0] / SUCCESSIVE, policy.alpha)
@@ -195,8 +194,8 @@ def _apart(what: str, distance: float, rows: Sequence[int], policy: DriftPolicy,
 
 
 def _distance(mine: Facts, theirs: Facts) -> float | None:
-    """Largest difference of the shares of rows below any value, where rows that are not finite are below all. None for
-    columns whose values are neither numbers nor few."""
+    """Largest difference of the shares of rows below any value, where non-finite rows are below all. None for columns
+    with many values that are not numbers."""
     if "quantiles" in mine or "quantiles" in theirs:
         quantiles = [one.get("quantiles", ()) for one in (mine, theirs)]
         return _apart_at_most(list(zip(quantiles, _not_finite((mine, theirs)), strict=True)))
@@ -208,7 +207,7 @@ def _distance(mine: Facts, theirs: Facts) -> float | None:
 
 
 def _not_finite(sides: Sequence[Facts]) -> list[float]:
-    """Share of rows without a finite mean, of each side; 0 for columns that are not numbers. A side may have no finite
+    """Share of rows without a finite mean, for each side; 0 for columns that are not numbers. A side may have no finite
     row."""
     if not any("quantiles" in one for one in sides):
         return [0.0 for _ in sides]

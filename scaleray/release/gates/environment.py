@@ -1,8 +1,7 @@
 """The code and the environment of a measurement, as flat facts that can be compared.
 
-The driver records its own machine, which may be a head node without GPUs. If workers reported theirs, these facts take
-the place of the driver's: kinds of GPU (not their number), driver, CUDA, cuDNN and NCCL, kernel and torch.
-"""
+The driver records its own machine, which may be a head node without GPUs. If workers reported theirs, these facts
+replace the driver's: kinds of GPU (not their number), driver, CUDA, cuDNN and NCCL, kernel and torch."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ GPU = "environment.accelerators."
 KNOWN_OF_GPUS = ("names", "driver", "cuda", "cudnn", "nccl")
 """Required facts of GPUs that were used."""
 NO_FACTS = ("nvml_error",)
-"""Keys of the accelerators that are not their properties."""
+"""Keys of the accelerators that are not properties of them."""
 OF_WORKERS = {"cpu": "environment.cpu.model", "os": "environment.os", "torch": "environment.packages.torch"}
 """Further facts that workers report of their machines, and the driver's fact that each replaces."""
 MISSING = "missing"

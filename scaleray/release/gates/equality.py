@@ -1,5 +1,5 @@
-"""The gate `equality`: a certificate of `scaleray verify` says that the candidate's kind of training equals that of one
-process, and the certificate is of this config, this number of workers and this environment."""
+"""The gate `equality`: a certificate of `scaleray verify` shows that the candidate's kind of training equals that of
+one process, for this config, number of workers and environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scaleray.release.gates.policy import EqualityPolicy
 GATE = "equality"
 DAY_S = 86400.0
 NOT_OF_THE_STEP = ("seed", "stop.", "schedule.", "evaluation.")
-"""Keys of the length or random seed of a training: the equality of a step does not depend on them."""
+"""Keys of a training's length or random seed, on which the equality of a step does not depend."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def equality_gate(
     may_differ: Sequence[str] = (),
     now: float | None = None,
 ) -> GateResult:
-    """The gate's check, by the best matching certificate. now: seconds since 1970, by default this moment."""
+    """The gate's check, by the best matching certificate. now: seconds since 1970, by default the current time."""
     what = f"{run.strategy} on {quantity(run.workers, 'worker')} equals one process"
     remedy = f"scaleray verify -c {run.folder}/config.yaml --strategies {run.strategy} --world-sizes {run.workers}"
     if run.workers == 1:
@@ -91,7 +91,7 @@ def belonging(
     may_differ: Sequence[str],
     now: float,
 ) -> NamedCertificate | None:
-    """The newest valid certificate for this training; None for one worker, which needs none."""
+    """The newest valid certificate for this training; None for one worker, which needs no certificate."""
     if run.workers == 1:
         return None
     newest_first = sorted(certificates, key=lambda one: -one.record.written_at)

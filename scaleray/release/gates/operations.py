@@ -96,7 +96,7 @@ def _faults_survived(runs: Sequence[RunRecord], least: int) -> Check:
     total = sum(number for _, number in survived)
     if total >= least:
         words = ", ".join(
-            f"{name} went on {'once' if number == 1 else f'{number} times'}" for name, number in survived[:4]
+            f"{name} resumed {'once' if number == 1 else f'{number} times'}" for name, number in survived[:4]
         )
         return Check(what=what, answer="pass", words=words, numbers={"survived": float(total)})
     words = f"{total} recorded: there is no evidence that the training survives a fault"

@@ -1,8 +1,7 @@
 """Requirements of a team on a model before it goes into production: one section for each gate.
 
-A key that is left out keeps its default; None switches a check off. A requirement whose fact is not known makes a gate
-inconclusive, never passed.
-"""
+A key that is left out keeps its default; None disables a check. A requirement whose fact is unknown makes a gate
+inconclusive, never passed."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ class ScalingPolicy(Settings):
 
 
 class ConvergencePolicy(Settings):
-    """How much worse than the baseline the candidate may learn, and the proof required."""
+    """Largest amount by which the candidate may learn worse than the baseline, and the proof required."""
 
     target: Target | None = None
     """Target for which samples are compared, such as `test/accuracy >= 0.97`; None: the config's own `stop.at`."""
@@ -61,8 +60,8 @@ class ConvergencePolicy(Settings):
     ask_for: Literal["not worse", "equal"] = "not worse"
     """Whether the candidate may be better by more than the margin."""
     not_faster_than_chance: bool = False
-    """Whether a candidate that needs suspiciously few samples fails, by MLPerf's test: for unchanged recipes only, as
-    it refuses better ones."""
+    """Whether a candidate that needs suspiciously few samples fails, by MLPerf's test: only for unchanged recipes,
+    since it refuses better ones."""
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = ALPHA
     """Probability to pass at the margin, of each test."""
     min_runs: Annotated[int, Field(ge=2)] = 5
@@ -114,7 +113,7 @@ class DriftPolicy(Settings):
     """Largest share by which a sample may take longer."""
     margin_shares: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Largest difference between the shares of rows below any value of a column (the distance of Kolmogorov and
-    Smirnov): 0.15 where normal rows have moved by 0.38 of their standard deviation."""
+    Smirnov): 0.15 if normal rows have moved by 0.38 of their standard deviation."""
     max_new: Annotated[float, Field(gt=0, lt=1)] = 0.01
     """Largest share of rows with a value that the promoted data did not have, such as a new label, or one that is not
     finite."""
@@ -125,7 +124,7 @@ class DriftPolicy(Settings):
 
 
 class Policy(Settings):
-    """The whole policy, as its YAML file holds it."""
+    """The whole policy, as in its YAML file."""
 
     fingerprint: FingerprintPolicy = FingerprintPolicy()
     equality: EqualityPolicy = EqualityPolicy()

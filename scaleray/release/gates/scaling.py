@@ -1,8 +1,8 @@
 """The gate `scaling`: the efficiency of a number of workers, by a scaling study, is above the policy's limit.
 
-The lower end of an interval counts, so that one lucky turn does not pass. It reaches `SUCCESSIVE` times as far as the
-study's 95 % interval: turns are taken in succession, and with 3 skewed turns of one worker and 30 of four 6.5 % passed.
-"""
+The lower end of an interval counts, so that one lucky turn does not pass. It is `SUCCESSIVE` times as far away as that
+of the study's 95 % interval, since turns are successive, and with 3 skewed turns of one worker and 30 of four 6.5 %
+passed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def scaling_gate(study: StudyRecord | None, *, workers: int, policy: ScalingPoli
 
 
 def study_command(study: StudyRecord | None, workers: int, policy: ScalingPolicy, turns: int) -> str:
-    """The command that measures this many times at each size: the study's own, with its missing options."""
+    """The command that measures each size this many times: the study's own, with the missing options."""
     words = shlex.split(study.command) if study is not None and study.command else ["scaleray", "study", "-c", "FILE"]
     known = study.curves if study is not None else []
     sizes = sorted({1, workers, *(one.point.workers for curve in known for one in curve.points)})

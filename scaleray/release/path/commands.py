@@ -1,4 +1,4 @@
-"""Commands of a path as separate processes: the printed JSON is the result, and the log is stored."""
+"""Commands of a path as separate processes: their printed JSON is the result, and their logs are stored."""
 
 from __future__ import annotations
 
@@ -51,10 +51,9 @@ def ran(path: PathRecord, task: PathTask, words: Sequence[str]) -> Outcome:
 
 
 def run_command(words: Sequence[str], *, log: Path) -> tuple[int, dict[str, Any], str]:
-    """Exit code of a command, what it printed as JSON, and its last words; all that it logs is appended to `log`.
+    """Exit code of a command, its printed JSON, and its last words; its log is appended to `log`.
 
-    It has no pipe to this process, so that it ends well if this process is killed.
-    """
+    It has no pipe to this process, so it can finish if this process is killed."""
     command, said = [sys.executable, "-m", "scaleray", *words, "--json"], list[str]()
     with (
         held(log) as lock,
@@ -80,8 +79,8 @@ def run_command(words: Sequence[str], *, log: Path) -> tuple[int, dict[str, Any]
 
 @contextlib.contextmanager
 def held(log: Path) -> Iterator[int]:
-    """A lock on a task's log, for its command to inherit: it is held until the command has ended, even if this process
-    is killed before. Waits for the command of an earlier call."""
+    """A lock on a task's log that its command inherits: it is held until the command has ended, even if this process is
+    killed before. Waits for the command of an earlier call."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file:
         if not lock(file):
@@ -99,7 +98,7 @@ def _last_words(said: str) -> str:
 
 
 def going_on(words: Sequence[str]) -> list[str]:
-    """The command, or the one that resumes it if it is an interrupted training."""
+    """The command, or, for an interrupted training, the one that resumes it."""
     folder = folder_of(words)
     if folder is None or not (folder / "run.json").is_file():
         return list(words)
@@ -107,7 +106,7 @@ def going_on(words: Sequence[str]) -> list[str]:
 
 
 def folder_of(words: Sequence[str]) -> Path | None:
-    """The folder of the run that a command trains; None for another command."""
+    """The folder of the run that a command trains; None for other commands."""
     if not words or words[0] != "train":
         return None
     return Path(words[words.index("--checkpoint.storage-path") + 1]) / words[words.index("--tracking.run-name") + 1]
@@ -156,8 +155,8 @@ def _measured(record: RunRecord) -> dict[str, Any]:
 
 
 def _to_target(run: FoundRun, record: RunRecord, target: Target) -> dict[str, Any]:
-    """Samples and seconds to the target. Seconds are those of the clock since the training began, with its start,
-    evaluations and checkpoints; they are not known of a training that was cut off in between."""
+    """Samples and seconds to the target. Seconds are wall-clock time since the training began, including its start,
+    evaluations and checkpoints; they are unknown for an interrupted training."""
     learned = learning(run, target, None)
     found: dict[str, Any] = {target.metric: learned.value, "samples to target": learned.samples_to_target}
     batch = float(record.derived.get("global_batch_size") or 0)
@@ -171,7 +170,7 @@ def _to_target(run: FoundRun, record: RunRecord, target: Target) -> dict[str, An
 
 
 def finite(values: dict[str, Any]) -> dict[str, float]:
-    """Those of the values that are finite numbers."""
+    """The finite numbers among the values."""
     return {
         name: float(value)
         for name, value in values.items()

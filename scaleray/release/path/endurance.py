@@ -47,7 +47,7 @@ def killed_and_gone_on(path: PathRecord, task: PathTask, words: Sequence[str]) -
         set_aside(folder)  # it was cut off before it had a checkpoint, or came to its end unhurt
         killed = _killed(words, folder, log_of(path, task))
         if not killed:
-            return Outcome(1, "it ended before it could be killed: it is too short to write a checkpoint on the way")
+            return Outcome(1, "it ended before it could be killed: it is too short to write a checkpoint")
     outcome = Outcome(0) if is_finished(folder) else ran(path, task, words)
     if outcome.code:
         return outcome
@@ -57,9 +57,8 @@ def killed_and_gone_on(path: PathRecord, task: PathTask, words: Sequence[str]) -
 
 
 def _was_killed(folder: Path) -> bool:
-    """Whether a folder holds a training that was killed when it had a checkpoint, and that can continue or has
-    continued.
-    """
+    """Whether a folder has a training that was killed once it had a checkpoint, and that can continue or has
+    continued."""
     if not is_finished(folder):
         return _has_checkpoint(folder)
     record = record_in(folder)
@@ -67,7 +66,8 @@ def _was_killed(folder: Path) -> bool:
 
 
 def _killed(words: Sequence[str], folder: Path, log: Path) -> bool:
-    """Start a training and kill it with all its processes once it has a checkpoint; whether that came in time."""
+    """Start a training and kill it with all its processes once it has a checkpoint; returns whether it had one in
+    time."""
     command = [sys.executable, "-m", "scaleray", *words, "--json"]
     with held(log) as lock, log.open("a") as kept:
         process = subprocess.Popen(command, stdout=kept, stderr=kept, start_new_session=True, pass_fds=[lock])
@@ -132,7 +132,7 @@ def judged_soak(path: PathRecord, outcome: Outcome, words: Sequence[str]) -> Out
 
 
 def _drift(folder: Path) -> float | None:
-    """Median step time of the last quarter over that of the second, which the start no longer slows."""
+    """Median step time of the last quarter over that of the second, which is not slowed by the start."""
     try:
         times = [row["step_time_s"] for row in step_rows((folder / "steps.csv").read_text())]
     except OSError:

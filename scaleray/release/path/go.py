@@ -26,9 +26,8 @@ ANEW = "--force"
 def next_on_path(name: str | None = None, *, until: str | None = None, say: Say = lambda text: None) -> PathRecord:
     """Run the next task of a path, or all of them until a step is done.
 
-    until: name of a step; the path stops earlier where a task fails or a person must decide. Returns the path as it is
-    then. An interrupted task continues where it was.
-    """
+    until: name of a step; the path stops earlier if a task fails or a person must decide. Returns the resulting path.
+    An interrupted task continues where it stopped."""
     last = STEPS.index(_step(until)) if until is not None else None
     path = find_path(name)
     with locked(path) as path:
@@ -43,8 +42,8 @@ def next_on_path(name: str | None = None, *, until: str | None = None, say: Say 
 
 
 def steps_ahead(name: str | None = None, *, until: str | None = None) -> list[PathTask]:
-    """The next task of a path, or all that are open until a step is through or a person must decide; nothing is run.
-    The first has its command as it would run now: later ones need what earlier ones give."""
+    """The next task of a path, or all open ones until a step is done or a person must decide, without running them. //
+    The first has its current command; later ones need the results of earlier ones."""
     last = STEPS.index(_step(until)) if until is not None else None
     path, found = find_path(name), list[PathTask]()
     for task in path.tasks:
@@ -92,8 +91,8 @@ def redo_on_path(task: str, reason: str = "", *, name: str | None = None) -> Pat
 
 
 def _opened(task: PathTask, fresh: PathTask) -> PathTask:
-    """Reset a task; its files are moved aside and can still be read. A study that was started measures everything again
-    instead of reusing its measurements."""
+    """Reset a task; its files are moved aside and can still be read. A started study measures everything again instead
+    of reusing its measurements."""
     is_promotion = "--pipeline" in task.command and "--verify" not in task.command
     folder = Path(task.command[task.command.index("--pipeline") + 1]) if is_promotion else folder_of(task.command)
     if folder is not None:
@@ -149,7 +148,7 @@ def _advised(path: PathRecord, advice: str) -> PathRecord:
 
 
 def _refuse_running(path: PathRecord, tasks: Sequence[PathTask]) -> None:
-    """Raise UsageError for a task whose command still runs, as its call was killed."""
+    """Raise UsageError for a task whose command still runs although its call was killed."""
     for task in tasks:
         if task.status == "running":
             hint = f"wait for it, or end it; its log is {log_of(path, task)}"

@@ -53,13 +53,11 @@ def start_path(
     """Begin a path: a folder with the job, the policy and the tasks.
 
     config: YAML file of the training. target: metric, >= or <=, and a value. workers: of the distributed training.
-    runs: trainings of each side; with fewer than the policy asks for the gates answer `inconclusive`. name: of the
+    runs: trainings of each side; with fewer than the policy requires, the gates answer `inconclusive`. name: of the
     path, by default that of the experiment. model: name in MLflow's registry, by default the path's. policy: of the
-    gates, whose target is `target`. cluster: that the planner is to give advice for, as for `plan`. kind: of
-    cluster that the promoted model's pipeline is for, as for `promote`. soak: length of the long training, by
-    default three times the job's. Raises ConfigError, and UsageError for a name that is taken; then nothing is left
-    behind.
-    """
+    gates, whose target is `target`. cluster: for the planner's advice, as for `plan`. kind: of cluster for the promoted
+    model's pipeline, as for `promote`. soak: length of the long training, by default three times the job's. Raises
+    ConfigError, and UsageError for a name that is taken, and then leaves nothing behind."""
     wanted = _target(target, workers, runs)
     if kind not in KINDS:
         raise UsageError("--kind", kind, f"kinds are {', '.join(KINDS)}")
@@ -125,7 +123,7 @@ def _notes(runs: int, policy: Policy) -> list[str]:
 
 
 def _of_code(policy: Policy) -> list[str]:
-    """Facts of the code that the gate fingerprint will miss, reported before any training."""
+    """Notes on facts of the code that the gate `fingerprint` will lack, reported before any training."""
     state = git_state(Path.cwd())
     if not state:
         return ["this folder has no commit: the gate fingerprint will be inconclusive; start in a checkout"]
@@ -142,7 +140,7 @@ def _refuse_taken(path: PathRecord) -> None:
 
 
 def _job(config: RunConfig, file: Path) -> dict[str, Any]:
-    """The config as a file holds it, with the workload's file by its absolute path."""
+    """The config in the form of a file, with the absolute path of the workload's file."""
     values: dict[str, Any] = jsonable(config.to_dict())
     target, colon, attribute = config.workload.name.partition(":")
     if target.endswith(".py"):
@@ -155,7 +153,7 @@ def _job(config: RunConfig, file: Path) -> dict[str, Any]:
 
 
 def find_path(name: str | None) -> PathRecord:
-    """The path in a folder, of a name in the default storage path, or the only one there is. Raises UsageError."""
+    """The path in a folder, the one of a name in the default storage path, or the only one. Raises UsageError."""
     root = Path(default_storage_path())
     if name is not None:
         for place in (Path(name).expanduser(), root / f"path-{name}", root / name):
@@ -223,13 +221,13 @@ def locked(path: PathRecord) -> Iterator[PathRecord]:
     try:
         with _lock_file(Path(path.folder)) as file:
             if not lock(file):
-                raise UsageError("the path", path.name, "another process is working on it", "wait for that to end")
+                raise UsageError("the path", path.name, "another process is working on it", "wait until it ends")
             yield _interrupted(read(Path(path.folder)))
     except BrokenPipeError:
         raise
     except OSError as exc:
         allowed = f"{exc.filename or path.folder} cannot be written: {exc.strerror or exc}"
-        hint = f"give the people who share the path access: chmod -R g+rwX {path.folder}, and umask 002 from then on"
+        hint = f"give the people who share the path access: chmod -R g+rwX {path.folder}, and set umask 002"
         raise UsageError("the path's folder", path.folder, allowed, hint) from exc
 
 

@@ -33,7 +33,7 @@ def runbook(path: PathRecord) -> str:
         f"# Runbook: {name}",
         f"{path.target} on {path.workers} workers with {path.strategy}; path `{path.name}` in `{path.folder}`, "
         f"begun by {path.by}. Written {time.strftime('%Y-%m-%d %H:%M')}.",
-        "## Is it well?",
+        "## Is it healthy?",
         _commands(
             [
                 ("the version is the promoted one", f"scaleray promote --verify {name}"),
@@ -47,7 +47,7 @@ def runbook(path: PathRecord) -> str:
         "## When",
         _commands(
             [
-                ("its answers are wrong: return to the previous version", f"scaleray rollback {name}"),
+                ("its predictions are wrong: return to the previous version", f"scaleray rollback {name}"),
                 ("a training was interrupted", f"scaleray train --resume {path.folder}/runs/NAME"),
                 ("train it again", f"{path.folder}/{PIPELINE}/retrain.sh"),
                 ("serve it", f"mlflow models serve -m models:/{name} --env-manager local --port 5001"),

@@ -24,9 +24,8 @@ NEEDS = {
     "{alerts}": (PROMOTE,),
     "{quarter}": (f"validate/{CANDIDATE}-0", FIRST),
 }
-"""Words of a command that are replaced by results, and the tasks that give them: folders of the study and of the
-certificate, rules of alerts with the limits that the promotion measured, a quarter of the first known training's steps.
-"""
+"""Words of a command that are replaced by results, and the tasks with these results: folders of the study and of the
+certificate, alert rules with the limits measured by the promotion, a quarter of the first known training's steps."""
 A_PERSON = (
     f"a person decides: `scaleray path skip {DECIDE} --reason WORDS` continues with this job; "
     "`scaleray path start --name NAME --section.key value ...` starts a path with another"
@@ -35,8 +34,8 @@ NO_CLUSTER = "the path was started without --cluster, so the planner has no clus
 
 
 def tasks_of(path: PathRecord) -> list[PathTask]:
-    """The table of a path's tasks, in their order: name, what each proves, and its command, whose words in braces are
-    results of other tasks (`NEEDS`)."""
+    """The table of a path's tasks, in order: name, what each proves, and its command, whose words in braces are results
+    of other tasks (`NEEDS`)."""
     job, local = job_words(path), ["--local"] if path.local else []
     verify = ["verify", *job, "--strategies", path.strategy, "--world-sizes"]
     halved, doubled = max(path.workers, path.batch_size // 2), 2 * path.batch_size
@@ -178,7 +177,7 @@ def _quarter(path: PathRecord) -> int:
             return max(1, int(task.figures["steps"]) // 4)
     raise UsageError.problem(
         "The length of a training",
-        "is not known, as none finished: faults are planted after a quarter of it",
+        "is unknown, because none finished: faults are planted after a quarter of it",
         f"scaleray path redo {FIRST}",
     )
 
@@ -186,7 +185,7 @@ def _quarter(path: PathRecord) -> int:
 def _training(
     path: PathRecord, key: str, keys: Mapping[str, Any] | None = None, *, workers: int | None = None, seed: int = 0
 ) -> PathTask:
-    """A training of the path's job with other keys of the config. workers: None is all."""
+    """A training of the path's job with other config keys. workers: None: all."""
     number = path.workers if workers is None else workers
     command = ["train", *job_words(path, keys), "--scale.workers", str(number), "--seed", str(seed)]
     command += ["--tracking.run-name", key.partition("/")[2]]
@@ -197,8 +196,8 @@ def _training(
 
 
 def job_words(path: PathRecord, keys: Mapping[str, Any] | None = None) -> list[str]:
-    """Options that name the path's job, other keys of it, and where its runs are kept. A database in the path's
-    folder is named too, as the job names where it was before the folder moved."""
+    """Options that name the path's job, other keys of it, and the location of its runs. A database in the path's folder
+    is named too, since the job has its location from before the folder moved."""
     words = ["-c", f"{path.folder}/{JOB}"]
     words += ["--tracking.uri", path.tracking_uri] if f"{path.folder}/" in path.tracking_uri else []
     for key, value in (keys or {}).items():

@@ -1,4 +1,4 @@
-"""Limits of alerts for a training, from the measurements of its runs: usual values raise no alert, far larger ones
+"""Limits of alerts for a training, from the measurements of its runs: usual values raise no alert, but far larger ones
 do."""
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from scaleray.recording.find_record import FoundRun
 from scaleray.release.gate.evidence import training
 
 FACTOR = 2.0
-"""Factor between the most that was measured and a limit."""
+"""Factor between the largest measurement and a limit."""
 MOST_LOOKS = 2000
-"""Most steps of a run, evenly spread, at which its losses and gradients are compared with those before."""
+"""Most steps of a run, evenly spread, at which its losses and gradients are compared with earlier ones."""
 SLOWER = 0.8
 """Share of the slowest run's samples per second below which a later run is slower than the promoted ones."""
 
 
 @dataclass(frozen=True)
 class MeasuredLimits:
-    """Limits, and a line for each that was measured. samples_per_s: of the slowest run; None where none was steady."""
+    """Limits, and a line for each that was measured. samples_per_s: of the slowest run; None if none was steady."""
 
     limits: AlertLimits
     lines: tuple[str, ...]
@@ -60,13 +60,13 @@ def measured_limits(runs: Sequence[FoundRun]) -> MeasuredLimits:
         if value is None:
             continue
         found[name] = _limit(name, value, float(getattr(usual, name)))
-        lines.append(f"{name}: {found[name]:.4g}; at most {value:.4g} was measured")
+        lines.append(f"{name}: {found[name]:.4g}; the largest measured value was {value:.4g}")
     speeds = [record.samples_per_s for record in records if record.samples_per_s]
     return MeasuredLimits(usual.model_copy(update=found), tuple(lines), min(speeds, default=None))
 
 
 def _limit(name: str, value: float, usual: float) -> float:
-    """A limit above the measurements, at least half of the default: otherwise a calm run would get a tight one."""
+    """A limit above the measurements, at least half of the default: otherwise a calm run would get a tight limit."""
     if name == "memory_share":  # half of what is left
         return round(min(0.99, (1 + value) / 2), 4)
     limit = max(FACTOR * value, usual / 2)
@@ -74,7 +74,7 @@ def _limit(name: str, value: float, usual: float) -> float:
 
 
 def _largest(series: Sequence[Values], measure: Callable[[Values, Values], Values]) -> float | None:
-    """The highest level reached by a streak of values as long as an alert needs, in any run; None if runs are too
+    """The highest level reached by a streak of values as long as an alert needs, in any run; None if all runs are too
     short."""
     found = [one for values in series for one in _in_a_row(values[np.isfinite(values)], measure)]
     return max(found, default=None)

@@ -1,8 +1,7 @@
-"""The repeatable pipeline of a promoted model, a folder of its own: the retraining job, the limits of its alerts, and
-the drift check. A scheduler of the user's runs its scripts.
+"""The repeatable pipeline of a promoted model, in a separate folder: the retraining job, the limits of its alerts, and
+the drift check. The user's scheduler runs its scripts.
 
-It is among the files of the version, so the version's statement covers every byte.
-"""
+It belongs to the version's files, so the version's statement covers every byte."""
 
 from __future__ import annotations
 
@@ -58,12 +57,11 @@ def write_pipeline(
     policy: Policy | None = None,
     uri: str,
 ) -> None:
-    """Write the pipeline to a folder that is new. runs: the promoted run and its repeats; packed: the packed model's
-    folder, whose code is copied; model: NAME@ALIAS; policy: that it is promoted with, None for the usual one; uri: of
-    the MLflow that it is registered in.
+    """Write the pipeline to a new folder. runs: the promoted run and its repeats; packed: the packed model's folder,
+    whose code is copied; model: NAME@ALIAS; policy: of the promotion, None for the default one; uri: of the MLflow in
+    which it is registered.
 
-    Raises UsageError for a kind of cluster that is not known.
-    """
+    Raises UsageError for an unknown kind of cluster."""
     check_cluster(cluster)
     run, measured = training(runs[0]), measured_limits(runs)
     if (packed / CODE).is_dir():
@@ -91,16 +89,15 @@ def write_pipeline(
 
 
 def check_cluster(cluster: str) -> None:
-    """Raise UsageError for a kind of cluster that is not known."""
+    """Raise UsageError for an unknown kind of cluster."""
     if cluster not in KINDS:
         raise UsageError("--cluster", cluster, f"kinds are {', '.join(KINDS)}")
 
 
 def copy_pipeline(folder: Path, to: str | Path) -> None:
-    """Copy a pipeline atomically to a folder that is new or already equal.
+    """Copy a pipeline atomically to a new folder, or one that is already equal.
 
-    Raises UsageError, StorageError.
-    """
+    Raises UsageError, StorageError."""
     target = Path(to).expanduser().absolute()
     if target.exists():
         if not target.is_dir() or digests(target) != digests(folder):
@@ -137,7 +134,7 @@ def _head(run: RunRecord, model: str) -> str:
     data = [
         f"# data {split}: {facts.get('rows')} rows, SHA-256 {facts.get('sha256')}" for split, facts in run.data.items()
     ]
-    changed = " with changes that no commit holds" if git.get("is_dirty") else ""
+    changed = " with uncommitted changes" if git.get("is_dirty") else ""
     lines = [
         f"# Trains {model} again: scaleray train -c {JOB}, or retrain.sh for another seed.",
         f"# From run {run.name}, {run.run_id}; its workload's files are in {CODE}/, as they were.",
@@ -186,9 +183,7 @@ def _alerts(run: RunRecord, model: str, measured: MeasuredLimits) -> str:
             },
         }
         groups["groups"].append({"name": "scaleray-promoted", "rules": [rule]})
-    lines = [
-        f"# Alerts for {model}. Measured in its runs, with what was seen at most; other limits are the usual ones:"
-    ]
+    lines = [f"# Alerts for {model}. Measured in its runs, with the largest values; other limits are the defaults:"]
     lines += [f"#   {line}" for line in measured.lines] or ["#   nothing"]
     return "\n".join(lines) + "\n" + yaml.safe_dump(groups, sort_keys=False, width=110, allow_unicode=True)
 
@@ -200,8 +195,8 @@ def _retrain(model: str, cluster: str) -> str:
         sbatch = shlex.quote(shutil.which("sbatch") or "sbatch")
         before, start = "export SLURM_SCRIPTS=slurm\n", f"{sbatch} slurm/train.sbatch {words}"
     return f"""#!/bin/bash
-# Trains {model} again, with a seed of the day: runs of one seed would say nothing of their noise.
-# Nothing is promoted: scaleray promote RUN --as ALIAS asks the gates.
+# Trains {model} again, with a seed of the day, since runs of one seed would not show their noise.
+# Nothing is promoted: scaleray promote RUN --as ALIAS evaluates the gates.
 set -euo pipefail
 cd "$(dirname "$0")"
 {before}seed=${{SEED:-$(date +%Y%j)}}
@@ -222,15 +217,15 @@ set -euo pipefail
 
 
 def _find_python() -> str:
-    """Lines that set `python`, also under cron, in whose PATH no environment is: PYTHON, this interpreter, or `python`
-    on a machine that does not have it."""
+    """Lines that set `python`, also under cron, whose PATH lacks the environment: PYTHON, this interpreter, or `python`
+    on a machine without it."""
     default = f"python=${{PYTHON:-{shlex.quote(sys.executable)}}}"
     return f'{default}\ncommand -v "$python" > /dev/null || python=python\n'
 
 
 def _machine(run: RunRecord) -> Machine | None:
-    """The kind of node that the run's GPUs are of: the largest that it filled; None for a run on CPUs, or on GPUs that
-    the table does not know."""
+    """The kind of node with the run's GPUs: the largest that it filled; None for a run on CPUs, or on GPUs missing in
+    the table."""
     names = ((run.environment.get("environment") or {}).get("accelerators") or {}).get("names") or []
     name = str(names[0]).lower() if names else ""
     known = [one for one in MACHINES if name and one.gpu.partition("-")[0] in name]

@@ -46,7 +46,7 @@ from scaleray.release.gates.policy import Policy
 from scaleray.release.promote.pipeline import FOLDER, check_cluster, copy_pipeline, write_pipeline
 
 ARTIFACTS = "promoted"
-"""Folder of a run's artifacts with a folder for each promotion of it."""
+"""Folder of a run's artifacts with a subfolder for each promotion of it."""
 PASSED = "pass"
 
 
@@ -65,17 +65,16 @@ def promote(
     cluster: str = "local",
     say: Say = lambda text: None,
 ) -> Promotion:
-    """Register the model of a run as a version in MLflow, and let `alias` name it if every gate passes.
+    """Register the model of a run as a version in MLflow, and point `alias` to it if every gate passes.
 
-    runs: the run whose model it is, and runs that repeat it with other seeds. model: name in the registry, by default
-    that of the run's experiment. against, policy, study, certificates: as for `gate`. Without an alias a version is
-    made whatever the gates answer, with their answers; with one nothing is made unless all pass, and the version has
+    runs: the run with the model, and runs that repeat it with other seeds. model: name in the registry, by default that
+    of the run's experiment. against, policy, study, certificates: as for `gate`. Without an alias a version is created
+    with any answers of the gates, which are stored; with one nothing is created unless all pass, and the version has
     the pipeline that trains it again on a kind of cluster (local, kubernetes, slurm or ray-up). pipeline: folder to
     copy that to.
 
-    Raises UsageError for what the user can mend, and TrackingError if MLflow cannot be reached: then the alias names
-    the version that it named before, and the same call continues.
-    """
+    Raises UsageError for errors of use, and TrackingError if MLflow cannot be reached: the alias is then unchanged, and
+    the same call continues."""
     import mlflow.pyfunc  # whole, before readers of runs import a part of it
 
     del mlflow
@@ -119,7 +118,7 @@ def _write(found: FoundRun, gates: GateRecord, place: Path, out: Path, options: 
     run, trained = training(found), trained_of(found, uri=options.uri)
     parts = find_parts(trained, **options.parts)
     if not parts.weights.has_hash:
-        advice = "train it again to its end: this version records hashes"
+        advice = "train it again to its end: newer versions record hashes"
         raise CheckpointError(parts.weights.words, f"those of {run.name}", "they have no recorded hash", advice)
     with stage("packing the model"):
         signature = pack(trained, parts, place / "packed", workload=options.workload)
@@ -161,13 +160,13 @@ def _registered(
     *,
     say: Say,
 ) -> Promotion:
-    """Make the version of the files in `out`, unless there is one, and give it the alias. stored: the run in MLflow."""
+    """Create the version of the files in `out`, unless it exists, and give it the alias. stored: the run in MLflow."""
     files, by, known = digests(out), user_or_somebody(), registry.versions(found.model)
     promotion, before = _id(files, found.model, policy), last_given(known, found.alias) if found.alias else None
     # the first one: a version whose answer was lost may have been made twice
     version = next((one for one in reversed(known) if one.promotion == promotion), None)
     if version is not None:
-        say(f"version {version.number} of {found.model} was already made by this promotion")
+        say(f"version {version.number} of {found.model} was already created by this promotion")
     else:
         statement_sha256 = write_statement(
             out, files, run, gates, promotion=promotion, model=found.model, weights=str(found.weights), by=by
@@ -179,7 +178,7 @@ def _registered(
             tags |= {f"scaleray.gate.{name}": answer for name, answer in found.gates.items()}
             text = _description(found, run)
             version = registry.make(found.model, source=source, run_id=run.run_id, tags=tags, description=text)
-        say(f"made version {version.number} of {found.model}")
+        say(f"created version {version.number} of {found.model}")
     if found.alias is not None:
         named = registry.give(version, found.alias, by=by)
         if named.number != version.number:
@@ -225,7 +224,7 @@ def _stored(registry: ModelRegistry, run: RunRecord) -> Any:
     """The run in MLflow. Raises TrackingError if it is deleted."""
     found = registry.run(run.run_id)
     if found is None or found.info.lifecycle_stage == "deleted":
-        state = "not there" if found is None else "deleted"
+        state = "missing" if found is None else "deleted"
         raise TrackingError(
             "the run in MLflow",
             run.run_id,

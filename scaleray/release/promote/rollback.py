@@ -16,13 +16,14 @@ from scaleray.release.gate.kept_evidence import EVIDENCE
 
 
 def rollback(model: str, *, to: int | None = None, unchecked: str | None = None, uri: str | None = None) -> int:
-    """Let an alias name an earlier version again, if its files are those of its promotion. Returns that version.
+    """Point an alias to an earlier version again, if its files are those of its promotion. Returns that version.
 
-    model: `NAME@ALIAS`. to: version; None is the one that had the alias last before the present one, without those from
-    which it was taken back. unchecked: reason for not looking at its files, kept in a tag of the version. Runs and
-    evidence are not asked for: in an incident they may be away. Raises UsageError where there is no such version,
-    TrackingError for changed files and those that cannot be fetched; the alias stays then.
-    """
+    model: `NAME@ALIAS`. to: version; None: the last one that had the alias before the current one, without those from
+    which it was withdrawn. unchecked: reason for not checking its files, stored in a tag of the version. Runs and
+    evidence are not needed, since they may be unreachable in an incident.
+
+    Raises UsageError if there is no such version, TrackingError for changed files and those that cannot be fetched; the
+    alias is then unchanged."""
     named = Named.parse(model)
     if named.alias is None:
         raise UsageError("the model", model, "a rollback needs NAME@ALIAS")
@@ -65,7 +66,7 @@ def _check_files(registry: ModelRegistry, version: ModelVersion) -> None:
 
 
 def had_before(known: Mapping[int, ModelVersion], now: ModelVersion, alias: str) -> list[int]:
-    """Numbers of the versions that had the alias before the present one, the latest first."""
+    """Numbers of the versions that had the alias before the current one, latest first."""
     given = {one.number: at for one in known.values() if (at := one.given_at(alias)) is not None}
     until = given.get(now.number, math.inf)
     older = [number for number, at in given.items() if at < until and not known[number].is_withdrawn(alias)]

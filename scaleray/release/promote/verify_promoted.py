@@ -1,4 +1,4 @@
-"""Check that a promoted model is unchanged: everything is computed again from its stored files."""
+"""Check that a promoted model is unchanged: everything is recomputed from its stored files."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from scaleray.release.promote.pipeline import FOLDER, JOB
 from scaleray.release.promote.promote import PASSED
 
 MAY_DIFFER = ("workload.name",)
-"""Keys of the config in which the job may differ from the run: its code is next to it."""
+"""Keys of the config in which the job may differ from the run, since its code is next to it."""
 
 
 def pipeline_checks(folder: Path, elsewhere: str | Path | None) -> Iterator[Check]:
-    """folder: a version's complete files. elsewhere: a copy of its pipeline, if it is to be checked."""
+    """folder: a version's complete files. elsewhere: a copy of its pipeline to check, if any."""
     own = folder / FOLDER
     if own.is_dir():
         yield _trains_the_same(folder)
@@ -57,7 +57,7 @@ def _trains_the_same(folder: Path) -> Check:
     try:
         job = load_config(folder / FOLDER / JOB, environ={})
     except ScaleRayError as exc:
-        return Check(what=what, answer="fail", words=f"{JOB} is no config of this version: {first_line(exc)}")
+        return Check(what=what, answer="fail", words=f"{JOB} is not a config of this version: {first_line(exc)}")
     mine, theirs = (dict(leaves(jsonable(values))) for values in (job.to_dict(), evidence.run.config))
     differing = [
         key
@@ -77,10 +77,9 @@ def check_promoted(model: str, *, pipeline: str | Path | None = None, uri: str |
     """Check a version, or the one that an alias names: the alias, every byte, the gates, the pipeline, the run, the
     weights.
 
-    model: `NAME@ALIAS` or `NAME/VERSION`. pipeline: a folder that must hold the version's pipeline. Gives an answer for
-    each, as the gates do. Raises UsageError for another form, TrackingError where there is no such version, or MLflow
-    is away.
-    """
+    model: `NAME@ALIAS` or `NAME/VERSION`. pipeline: a folder that must hold the version's pipeline. Returns an answer
+    for each, as the gates do. Raises UsageError for another form, TrackingError if there is no such version or MLflow
+    cannot be reached."""
     named = Named.parse(model)
     registry = ModelRegistry(uri)
     version = registry.find(named)
@@ -124,7 +123,7 @@ def _kept(registry: ModelRegistry, version: ModelVersion, place: Path, pipeline:
     try:
         folder = registry.download(version, place)
     except ScaleRayError as exc:
-        yield Check(what=whole, answer="fail", words=f"its files are not there: {exc}")
+        yield Check(what=whole, answer="fail", words=f"its files are missing: {exc}")
         yield _source(registry, version)
         return
     wrong = changes(folder, version)
@@ -195,7 +194,7 @@ def _weights(folder: Path, version: ModelVersion, uri: str) -> Check:
         words = f"the run's weights cannot be compared: {first_line(exc)}"
         return Check(what=what, answer="inconclusive", words=words)
     if not theirs.has_hash:
-        return Check(what=what, answer="inconclusive", words="the run recorded no hash of them")
+        return Check(what=what, answer="inconclusive", words="the run recorded no hash of its weights")
     mine, there = packed.weights.tensors, theirs.tensors
     if differing := [name for name in mine if name not in there or not torch.equal(mine[name], there[name])]:
         return Check(what=what, answer="fail", words=f"{len(differing)} tensors differ, first {differing[0]}")

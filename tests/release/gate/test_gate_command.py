@@ -278,7 +278,7 @@ def test_a_file_that_is_no_certificate_is_one_error(tmp_path):
         ("convergense: {}", r"yaml:1 convergense.*unknown key(?s:.*)did you mean convergence"),
         ("scaling:\n\n  min_efficiency: 7", r"yaml:3 scaling.min_efficiency.*is 7"),
         ("convergence: {target: high}", r"convergence.target.*a metric, >= or <=, and a number"),
-        ("- a", "it holds sections: fingerprint"),
+        ("- a", "it must hold the sections fingerprint"),
         ("{", "it cannot be read"),
     ],
 )
