@@ -114,9 +114,9 @@ def padded(
     """Rows as tensors (n, longest, ...), padded at the end; columns of one shape are unchanged.
 
     value: the padding value, for all columns or by column (-100 for labels). mask: name of a column (n, longest) that
-    is True where a value is real. lengths: name of a column (n,) with the lengths. There is one of each if all ragged
-    columns have equal lengths, and otherwise one for each column, as `column_mask`; None leaves them out. to: length of
-    every batch instead of its longest row; multiple_of: lengths are rounded up to that."""
+    is True for real values. lengths: name of a column (n,) with the lengths. There is one of each if all ragged columns
+    have equal lengths, and otherwise one for each column, as `column_mask`; None leaves them out. to: length of every
+    batch instead of its longest row; multiple_of: lengths are rounded up to that."""
     columns = columns_of(rows)
     ragged = {name: column for name, column in columns.items() if isinstance(column, Ragged)}
     batch = {n: torch.from_numpy(np.ascontiguousarray(c)) for n, c in columns.items() if n not in ragged}

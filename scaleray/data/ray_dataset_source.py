@@ -37,7 +37,7 @@ class StreamSource:
         self.row_bytes = 1024
 
     def mapped(self, step: Step) -> StreamSource:
-        """The same rows, changed: by a preprocessor in Ray Data's own tasks, by a transform where they are read."""
+        """The same rows, changed: by a preprocessor in Ray Data's own tasks, by a transform as they are read."""
         source = StreamSource(self.dataset, num_rows=self.num_rows)
         source.preprocessor, source.transform = self.preprocessor, self.transform
         if isinstance(step, Preprocess):

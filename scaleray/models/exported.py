@@ -101,9 +101,9 @@ def export_model(
 
     run: as for `load`, or `models:/NAME@ALIAS`. Formats: `safetensors` (weights), `torch.export` and `onnx` (weights
     and the computation of the model's forward) are opened again, and their outputs on real rows compared with the
-    model's. `pt` is the state dict as torch saves it, without the workload or data; `folder` what the workload's
-    `export` writes, such as `from_pretrained` reads; `adapter` a folder of the low-rank adapters alone, as peft reads
-    it. data: a file of rows to compare on; None takes rows of the training's data.
+    model's. `pt` is the state dict as torch saves it, without the workload or data; `folder` is the result of the
+    workload's `export`, for example for `from_pretrained`; `adapter` is a folder with only the low-rank adapters, for
+    peft. data: a file of rows to compare on; None takes rows of the training's data.
 
     Raises UsageError, DataError, CheckpointError, WorkloadError and StorageError."""
     dtype, tolerance, step, weights = options.dtype, options.tolerance, options.which_step, options.weights

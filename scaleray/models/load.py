@@ -134,10 +134,10 @@ class ModelParts:
 def load(run: str | Path, *, options: ModelChoice, device: torch.device | str = "cpu") -> TrainedModel:
     """Load the model of a run with its final weights, in evaluation mode: `load(run).module`.
 
-    run: its folder or s3:// URI, its name in the storage path, or its id or name in MLflow. device: where the model is
-    put. `workload` may be a class or object as well. Without final weights, those of the run's newest checkpoint are
-    used. The state of a workload with a `state_dict` is restored from the checkpoint, or, for final weights, from that
-    of the last step. Nothing is unpickled.
+    run: its folder or s3:// URI, its name in the storage path, or its id or name in MLflow. device: the model's device.
+    `workload` may be a class or object as well. Without final weights, those of the run's newest checkpoint are used.
+    The state of a workload with a `state_dict` is restored from the checkpoint, or, for final weights, from that of the
+    last step. Nothing is unpickled.
 
     Raises TrackingError for a run that does not exist, CheckpointError for weights that are missing or do not fit, and
     WorkloadError for a workload that is not found."""

@@ -123,7 +123,7 @@ def _tried_again(make: Callable[[], T]) -> T:
 
 
 def _ask(uri: str) -> None:
-    """Query a server's experiments through MLflow's own client, which knows certificates, passwords and proxies.
+    """Query a server's experiments through MLflow's own client, which handles certificates, passwords and proxies.
 
     Raises TrackingError."""
     try:

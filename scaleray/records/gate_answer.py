@@ -30,8 +30,7 @@ class Check:
     needed_of: str = "runs of each side"
     remedy: str = ""
     """Command or key to continue with, if the check did not pass. `-c FILE` is the run's config, `RUN` the run, and
-    `--seed N` the next seed, until the gate knows them.
-    """
+    `--seed N` the next seed; the gate replaces them once known."""
 
     def __post_init__(self) -> None:
         for name in ("what", "words", "remedy"):  # one line each: a record's text must not look like another check

@@ -364,8 +364,8 @@ def own_placement_groups() -> set[str]:
 def remove_placement_groups(numbers: Iterable[str]) -> None:
     """Release the resources of these groups for actors that died: Ray itself waits for the end of the driver.
 
-    Ray Train's own cleaner knows a group only once its workers have started. A controller that dies before that would
-    leave a group behind that keeps the next one waiting for ever."""
+    Ray Train's own cleaner only handles a group whose workers have started. A controller that dies earlier would leave
+    a group behind, for which the next one would wait for ever."""
     import ray
     from ray.util.placement_group import PlacementGroup
 

@@ -144,7 +144,7 @@ def run_training(
     trace: TraceRequest | None = None,
     probes_links: bool = False,
 ) -> RunRecord:
-    """Train as `train` does, without a display of its own.
+    """Train as `train` does, without a display.
 
     in_processes: with `local`, several workers are allowed, as gloo processes of this machine. trace: traces to take of
     its last steps, into the run's folder. probes_links: measure each pair of workers at the end."""
@@ -413,8 +413,8 @@ class _Run:
                 store.delete_run(self.tracking_uri, record.run_id)
 
     def _end(self, recorder: Recorder | RemoteRecorder, status: str, reason: str) -> tuple[RunRecord | None, bool]:
-        """End a run that did not finish, if MLflow knows of it at all, and log how to continue it; the user sees the
-        error that ended it. Returns its record, if there is one, and whether MLflow has its end."""
+        """End a run that did not finish, if it is in MLflow at all, and log how to continue it; the user sees the error
+        that ended it. Returns its record, if there is one, and whether MLflow has its end."""
         record, is_marked = None, False
         try:
             if recorder.wait_started(60.0):

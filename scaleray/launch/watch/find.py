@@ -38,7 +38,7 @@ class RecorderGone(Exception):
 
 @contextlib.contextmanager
 def cluster_runs() -> Iterator[Callable[[], list[tuple[LiveState, Ask]]]]:
-    """A function that gives the live runs of the cluster of RAY_ADDRESS, each with a function that queries it again,
+    """A function that returns the live runs of the cluster of RAY_ADDRESS, each with a function that queries it again,
     while the context lasts. Raises ClusterError."""
     address = os.environ["RAY_ADDRESS"]
     if address.startswith(("http://", "https://")):

@@ -1,4 +1,4 @@
-"""The process that gloo processes are forked from, which imports what they need once: torch alone takes seconds.
+"""The process from which gloo processes are forked. It imports their modules once, as torch alone takes seconds.
 
 This module has no slow imports, so a command can start the process before anything else."""
 

@@ -1,6 +1,6 @@
 """Parts of a dashboard, independent of Grafana's format: panels with their queries, in rows, below variables.
 
-`grafana.py` gives them the form that Grafana reads; tests run their queries in a Prometheus."""
+`grafana.py` converts them to Grafana's format; tests run their queries in a Prometheus."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Dashboard:
 
     @property
     def uid(self) -> str:
-        """Identifier by which Grafana knows the dashboard, whatever its title."""
+        """Identifier of the dashboard in Grafana, independent of its title."""
         return f"scaleray-{self.name}"
 
     def panels(self) -> Iterator[Panel]:

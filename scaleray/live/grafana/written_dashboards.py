@@ -65,7 +65,7 @@ def _rules(file: Path) -> str:
 
 
 def _read(path: Path) -> str | None:
-    """The text of a file; None where it cannot be read."""
+    """The text of a file; None if it cannot be read."""
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""Whether the GPUs work, and work at full speed, by NVIDIA's DCGM exporter.
+"""Rules on idle, slow and faulty GPUs, by NVIDIA's DCGM exporter.
 
 The exporter gives the counters of throttling and memory errors only if its list of fields has them; its default list
 has them commented out. A GPU belongs to a run if the run trains on its node: the label `node` that Prometheus is

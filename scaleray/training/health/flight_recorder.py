@@ -23,11 +23,11 @@ OLD_VARIABLE = "TORCH_NCCL_TRACE_BUFFER_SIZE"
 NUM_CALLS = 2000
 """Number of calls that the recorder stores: some steps of a model with hundreds of collectives in each."""
 RECORDERS = ("fr", "nccl")
-"""Names of the recorders in torch's functions: NCCL has one of its own."""
+"""Names of the recorders in torch's functions: NCCL has its own."""
 
 
 def switch_on() -> None:
-    """Record the groups that this process creates from now on, unless the environment says otherwise."""
+    """Record the groups that this process creates from now on, unless an environment variable disables it."""
     if OLD_VARIABLE not in os.environ:
         os.environ.setdefault(SIZE_VARIABLE, str(NUM_CALLS))
 

@@ -48,7 +48,7 @@ class LiveTensors(TorchDispatchMode):
         return self
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's memory is among the bytes."""
+        """Whether the tensor's memory is counted."""
         return any(id(part.untyped_storage()) in self._alive for part in dense_parts(local_part(tensor)).values())
 
     def _storages(self, values: Any) -> dict[int, torch.UntypedStorage]:

@@ -22,10 +22,10 @@ class MemoryReport(Observer):
     """Report on the second step of a process, the first that begins with the optimizer's state.
 
     found: empty until then, and if measuring fails. parameters_bytes, gradients_bytes, optimizer_bytes, buffers_bytes:
-    memory that outlives the step. activations_bytes: what the step needed beyond that at its peak, temporary results
-    included; None where compiled code on a CPU hides it. allocated_bytes, reserved_bytes, peak_bytes: memory of
-    tensors, of the allocator (CPU: resident memory), of tensors at the peak. fragmentation_share: share of the reserved
-    memory that lies unused between blocks in use; None on the CPU."""
+    memory that outlives the step. activations_bytes: the step's further memory at its peak, including temporary
+    results; None if compiled code on a CPU hides it. allocated_bytes, reserved_bytes, peak_bytes: memory of tensors, of
+    the allocator (CPU: resident memory), of tensors at the peak. fragmentation_share: share of the reserved memory that
+    lies unused between blocks in use; None on the CPU."""
 
     def __init__(self, device: torch.device, guard: Guard) -> None:
         self.device, self.guard = device, guard

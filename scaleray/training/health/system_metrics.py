@@ -65,8 +65,7 @@ class SystemMetrics:
 def _handle(index: int) -> Any:
     """NVML's handle of a GPU by torch's index.
 
-    NVML numbers all GPUs of the node, whatever CUDA_VISIBLE_DEVICES says.
-    """
+    NVML numbers all GPUs of the node, regardless of CUDA_VISIBLE_DEVICES."""
     import pynvml
 
     uuid = torch.cuda.get_device_properties(index).uuid

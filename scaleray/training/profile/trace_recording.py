@@ -182,7 +182,7 @@ class TraceRecorder(Observer):
         return float(trace.duration[kinds_of(trace) == Kind.COMMUNICATION].sum())
 
     def _slowest(self, waited_ns: float) -> int | None:
-        """The rank that waited least in collectives, where the others waited for it. Collective."""
+        """The rank that waited least in collectives: the others waited for it. Collective."""
         # not infinity: infinity times 0 is no number
         known = waited_ns if math.isfinite(waited_ns) else -1.0
         row = [known if rank == self.place.rank else 0.0 for rank in range(self.place.world_size)]

@@ -179,7 +179,7 @@ class Checkpointing:
         return float(wants_save), float(self.control.wants_leave.is_set()), float(wants_ask), float(wants_links)
 
     def asks_for_links(self, signals: Sequence[float]) -> bool:
-        """Whether the links between the workers are to be measured after a step with these signals."""
+        """Whether to measure the links between the workers after a step with these signals."""
         asks = len(signals) > LINKS and signals[LINKS] > 0
         if asks:
             self.control.wants_links.clear()

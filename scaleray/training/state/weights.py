@@ -45,7 +45,7 @@ MAX_FILE_BYTES = 5 * 10**9
 
 
 def file_names(layout: Mapping[str, Placed], *, max_bytes: int = MAX_FILE_BYTES) -> dict[str, str]:
-    """The file of each tensor: a rank's own tensors are in files of its own, of at most `max_bytes` or one tensor."""
+    """The file of each tensor: each rank's tensors are in separate files, of at most `max_bytes` or one tensor."""
     numbers: dict[str, tuple[int, int]] = {}
     filled: dict[int, tuple[int, int]] = {}
     for name, (rank, num_bytes) in layout.items():

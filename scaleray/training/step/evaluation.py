@@ -374,8 +374,7 @@ class Evaluator:
                 yield self._rows(batch)
 
     def _with_gradients_if_needed(self, measure: Callable[[], Any]) -> Any:
-        """The loss of a micro-batch, with gradients only where it fails without, as one does that differentiates (a
-        penalty on gradients)."""
+        """The loss of a micro-batch, with gradients only if it fails without them, as a penalty on gradients does."""
 
         if not self._needs_gradients:
             try:
@@ -442,7 +441,7 @@ def check_split(key: str, text: str, job: TrainJob) -> None:
 
 
 def unknown_metric(key: str, text: str, known: Iterable[str]) -> ConfigError:
-    """The error of a setting that names a metric which is not one of these."""
+    """The error for a setting that names another metric than these."""
     there_are = ", ".join(sorted(known)) or "no splits to evaluate"
     return ConfigError(key, text, "no evaluation measures that", f"there are: {there_are}")
 

@@ -39,7 +39,7 @@ class LaunchedStep:
         self._numbers.wait()
 
     def result(self, **facts: Any) -> StepRecord:
-        """Record of the step: its result, and the facts that the loop knows. Raises WorkloadError if its count is 0."""
+        """Record of the step: its result and the loop's facts. Raises WorkloadError if its count is 0."""
         loss, count, grad_norm, is_finite, loss_scale, nonfinite_steps, in_a_row, *signals = self._numbers.read()
         if not self.is_own and not 0 < count < math.inf:
             raise WorkloadError(
