@@ -61,8 +61,7 @@ def search_path(places: str) -> list[str]:
 
 
 def be_fork(content: bytes) -> None:
-    """Wait for the end of the fork that the template makes, and exit with its status. Returns if the template makes
-    none."""
+    """Wait for the end of the fork that the template makes, and exit. Returns if the template makes none."""
     try:
         with socket.socket(socket.AF_UNIX) as template:
             template.connect(os.environ["WORKER_TEMPLATE_SOCKET"])

@@ -73,7 +73,7 @@ def _check(what: str, found: CurvePoint, study: StudyRecord, policy: ScalingPoli
         why = "; ".join(UNREAL[mark] for mark in marks)
         return Check(what=what, answer="inconclusive", words=f"{shown}; {why}", numbers=numbers)
     if turns < policy.min_launches:
-        words = f"{shown}; the policy asks for {policy.min_launches}"
+        words = f"{shown}; the policy requires {policy.min_launches}"
         remedy = study_command(study, point.workers, policy, policy.min_launches)
         return Check(what=what, answer="inconclusive", words=words, numbers=numbers, remedy=remedy,
                      runs_needed=policy.min_launches, needed_of="measurements of each size")  # fmt: skip

@@ -249,7 +249,7 @@ class TestScaling:
 
     def test_an_efficiency_of_one_lucky_turn_is_inconclusive(self):
         result = scaling_gate(self.a_study(0.9, 0.95, turns=1), workers=4, policy=ScalingPolicy())
-        assert result.answer == "inconclusive" and "asks for 3" in words_of(result)
+        assert result.answer == "inconclusive" and "requires 3" in words_of(result)
 
     def test_emulated_and_oversubscribed_points_say_nothing(self):
         study = self.a_study(0.9, 0.95, marks=["oversubscribed"])
