@@ -33,7 +33,7 @@ class NotTaken(Exception):
 class Delivery:
     """Delivers bodies to one receiver, in their order. send: makes one attempt, and raises NotTaken.
 
-    say: logs the first failure, and the first one after a success. pause: waits, or returns true when the run is over."""
+    say: logs the first failure, and the first after a success. pause: waits, or returns true when the run is over."""
 
     def __init__(
         self,
