@@ -181,7 +181,7 @@ def test_an_import_of_a_folder_says_that_it_needs_none(tmp_path, capsys):
         (["list", "s3:/"], ["there is nothing"]),
         (["list", "nowhere://x"], ["cannot be read"]),
         (["verify", "{run}", "--step", "11"], ["step 11 is missing", "complete checkpoints: 40, 30, 20, 10"]),
-        (["verify", "{run}/checkpoints/step-000000011"], ["there is no such checkpoint|there is nothing"]),
+        (["verify", "{run}/checkpoints/step-000000011"], ["no such checkpoint exists|there is nothing"]),
         (["import", "{tmp}/nothing.pt", "{tmp}/new"], ["does not exist"]),
         (["import", "{tmp}/file", "{tmp}/new"], ["must end in"]),
         (["prune", "{run}", "--keep-last", "0"], ["--keep-last is 0", "at least 1"]),

@@ -127,7 +127,7 @@ def test_a_port_that_nobody_listens_on_is_one_message(grafana, capsys):
     [
         ((401, {}, b'{"message": "Invalid API key"}'), 2, "refused (401): Grafana at"),
         ((403, {}, b'{"message": "no access"}'), 2, "a token with the right to edit dashboards and folders"),
-        ((404, {}, b"nothing here"), 2, "nothing is at /api/folders?limit=1000 there"),
+        ((404, {}, b"nothing here"), 2, "/api/folders?limit=1000 does not exist"),
         ((412, {}, b'{"message": "version-mismatch"}'), 1, "rejected the dashboard (412): version-mismatch."),
         ((500, {}, f"the token {TOKEN} broke me".encode()), 1, "failed (500): the token *** broke me."),
         ((503, {}, b""), 1, "failed (503): Service Unavailable."),

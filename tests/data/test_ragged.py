@@ -130,7 +130,7 @@ def test_rows_that_differ_in_their_number_of_dimensions_are_refused(make):
 def test_lists_within_lists_of_several_lengths_are_refused(tmp_path):
     table = pa.table({"x": pa.array([[[1], [2, 3]], [[4, 5]]], pa.list_(pa.list_(pa.int64())))})
     pq.write_table(table, tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match="rows may differ in the length of their outer list alone"):
+    with pytest.raises(DataError, match="rows may differ only in the length of their outer list"):
         ParquetSource(tmp_path / "rows.parquet").read(np.array([0, 1]))
 
 

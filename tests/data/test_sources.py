@@ -446,7 +446,7 @@ def test_a_source_of_the_users_own_is_taken_as_it_is():
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ([Decimal("1.5"), Decimal("2")], "value 0 of column x is a Decimal, 1.5: .*\n  convert the column by float"),
+        ([Decimal("1.5"), Decimal("2")], "value 0 of column x is a Decimal, 1.5: .*\n  convert the column with float"),
         (
             [1.0, None, 2.0],
             "value 1 of column x is nothing .None.: columns hold numbers.\n  fill in the missing values",

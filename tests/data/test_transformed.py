@@ -136,7 +136,7 @@ class Mixed(Base):
     [
         (FromNumpy, 2, "draws from the generators of the process"),
         (FromElsewhere, 0, "returns another column x for the same rows and rng"),
-        (Mixed, 0, "returns another column x where fewer rows are read together"),
+        (Mixed, 0, "returns another column x if fewer rows are read together"),
     ],
 )
 def test_a_transform_that_is_not_repeatable_is_found_with_its_line(workload, offset, what):
@@ -155,7 +155,7 @@ def with_transform(function):
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [
-        (lambda self, rows, rng: {"x": rows["x"][1:]}, WorkloadError, "it was given 8 rows, and must return as many"),
+        (lambda self, rows, rng: {"x": rows["x"][1:]}, WorkloadError, "it received 8 rows, and must return as many"),
         (lambda self, rows, rng: rows["x"], WorkloadError, "must return a dict of columns"),
         (lambda self, rows: rows, WorkloadError, "it must take rows and rng, and split"),
         (lambda self, rows, rng: {"x": rows["z"]}, WorkloadError, r"test_transformed.py.*\n[^$]*KeyError: 'z'"),

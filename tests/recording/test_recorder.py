@@ -315,7 +315,7 @@ def test_a_file_sends_nothing_to_a_server_that_it_names_itself_and_no_file_from_
 
 def test_a_file_that_is_not_ours_is_refused(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"op": "metrics"}\n')
-    with pytest.raises(TrackingError, match="not one that scaleray wrote"):
+    with pytest.raises(TrackingError, match="not written by scaleray"):
         replay(tmp_path / "x.jsonl")
     with pytest.raises(TrackingError, match="does not exist"):
         replay(tmp_path / "y.jsonl")

@@ -352,5 +352,5 @@ def test_a_damaged_unsent_file_is_sent_as_far_as_it_can_be_read_and_says_what_is
     assert world.mlflow.points("val/loss", run) == [(8, 0.5)]
     assert not path.exists() and (tmp_path / "copy.jsonl.damaged").exists()
     path.write_bytes(b"\0\1\2")
-    with pytest.raises(TrackingError, match="its first line does not say which run"):
+    with pytest.raises(TrackingError, match="its first line does not name its run"):
         replay(path)

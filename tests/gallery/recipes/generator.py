@@ -2,7 +2,7 @@
 
 from recipe import Recipe, X, Y
 
-REFUSED = "a generator is an iterator: it can be read once"
+REFUSED = "a generator is an iterator: it can be read only once"
 
 
 class Workload(Recipe):

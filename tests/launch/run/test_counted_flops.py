@@ -45,7 +45,7 @@ def test_what_cannot_be_counted_is_said_with_its_reason_and_the_run_goes_on():
     workload.lock = threading.Lock()  # does not travel
     (found,) = counted(workload, PEAK)
     assert isinstance(found, EventRecord) and "cannot pickle '_thread.lock' object" in found.text
-    assert found.text.endswith("monitoring.flops_per_sample says them")
+    assert found.text.endswith("set monitoring.flops_per_sample")
 
 
 def test_the_process_says_why_it_cannot_count(monkeypatch, capsys):

@@ -189,7 +189,7 @@ class TestFinished:
         said = []
         again = train(None, Line(), resume=str(tmp_path / "runs" / "whole"), local=True, say=said.append)
         assert again.steps == first.steps == 3 and again.run_id == first.run_id
-        assert any("finished already" in line for line in said)
+        assert any("already finished" in line for line in said)
         assert (tmp_path / "runs" / "whole" / "record.json").read_bytes() == record
 
     @pytest.mark.combination
