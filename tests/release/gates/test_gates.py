@@ -123,9 +123,7 @@ class TestFingerprint:
         told = [{"rank": 0, "device": "cuda:0", "cpu": "EPYC", "accelerators": {}}]
         runs = [a_run(name, environment={"accelerators": {}}, workers_told=told) for name in ("a", "b")]
         result = fingerprint_gate(runs[:1], runs[1:], policy=FingerprintPolicy())
-        assert result.answer == "inconclusive" and "driver, cuda, cudnn, nccl were not recorded" in words_of(
-            result
-        )
+        assert result.answer == "inconclusive" and "driver, cuda, cudnn, nccl were not recorded" in words_of(result)
         allowed = FingerprintPolicy(may_differ=("environment.accelerators",))
         assert fingerprint_gate(runs[:1], runs[1:], policy=allowed).answer == "pass"
         silent = a_run("silent", workers_told=[])
