@@ -247,7 +247,7 @@ def _unchanged(workload: Any, setup: Setup) -> Iterator[None]:
     module, optimizer, scaler, parallel = setup.parallel.module, setup.optimizer, setup.precision.scaler, setup.parallel
     state = {p: dict(entries) for p, entries in optimizer.state.items()}
     tensors = [
-        *module.parameters(),
+        *setup.parameters,  # not the module's, which FSDP replaces for a time
         *(v for entries in state.values() for v in entries.values() if isinstance(v, torch.Tensor)),
     ]
     values = [(part, part.detach().to("cpu", copy=True)) for part in map(local_part, tensors)]

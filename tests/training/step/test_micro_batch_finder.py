@@ -8,6 +8,7 @@ import pytest
 import torch
 from block_runs import Blocks, BlocksWithBatchNorm, BlocksWithDropout, TinyTransformer
 from small_runs import largest_difference, make_job, relative_differences, train, train_alone, train_in_plain_torch
+from small_transformer import SmallTransformer
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -177,6 +178,15 @@ def test_training_goes_on_with_what_was_found_and_equals_plain_torch(gloo):
         assert max(relative_differences(plain.losses, finished.losses)) < 1e-9
         assert largest_difference(plain.weights, finished.weights) < 1e-9
         assert finished.evaluations
+
+
+@pytest.mark.parametrize("degrees", [{"strategy.name": "fsdp"}, {"parallel.shard": 2, "parallel.expert": 2}])
+def test_parameters_that_fsdp_holds_whole_after_the_first_look_are_searched_too(gloo, degrees):
+    """A tied head belongs to no unit: its shard was put back into memory that FSDP had freed, which ended the process."""
+    workload = SmallTransformer(num_experts=4 if "parallel.expert" in degrees else None)
+    flags = {**ADAMW, "stop.after": "2 steps", "memory.find_micro_size": True, "memory.limit_gib": 4}
+    together, alone = gloo.run(2, train, workload, {**flags, **degrees})[0], gloo.run(1, train, workload, flags)[0]
+    assert max(relative_differences(alone.losses, together.losses)) <= 1e-9
 
 
 def test_a_resumed_run_keeps_the_size_that_was_found(tmp_path):
