@@ -13,8 +13,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from scaleray.config.parallel import short_form
 from scaleray.config.run import RunConfig
-from scaleray.config.strategy_traits import names_with
+from scaleray.config.strategy_traits import names_with, traits_of
 
 DDP, WITH_WARM_UP, MIXING = map(names_with, ("reduces_by_ddp", "averages_now_and_then", "mixes_with_neighbours"))
 USERS: dict[str, tuple[str, ...]] = {
@@ -98,7 +99,7 @@ def idle_settings(config: RunConfig, strategy: str) -> list[str]:
     """Return a sentence for each setting that differs from its default and has no effect. strategy: name, with `auto`
     resolved."""
     where = "with one worker" if strategy == "single" else f"with strategy {strategy}"
-    found = []
+    found, acting = [], _acting(config, strategy)
     for section in dict.fromkeys(key.partition(".")[0] for key in (*USERS, *NEEDS)):
         settings = getattr(config, section)
         for name, field in type(settings).model_fields.items():
@@ -107,7 +108,7 @@ def idle_settings(config: RunConfig, strategy: str) -> list[str]:
                 continue
             users = USERS.get(key, USERS.get(section))
             is_on, unless = NEEDS.get(key, (lambda config: True, ""))
-            if users is not None and strategy not in users:
+            if users is not None and acting.isdisjoint(users):
                 found.append(f"{key} has no effect {where}")
             elif not is_on(config):
                 found.append(f"{key} has no effect {unless}")
@@ -136,9 +137,14 @@ def used_settings(config: RunConfig, strategy: str) -> dict[str, dict[str, Any] 
     return used
 
 
+def _acting(config: RunConfig, strategy: str) -> set[str | None]:
+    """The strategy, and the one that spreads each replica if replicas train apart."""
+    return {strategy, short_form(dict(config.parallel)) if traits_of(strategy).trains_apart else None}
+
+
 def _is_used(config: RunConfig, section: str, name: str, strategy: str) -> bool:
     key = f"{section}.{name}"
     users = USERS.get(key, USERS.get(section))
     is_on, _ = NEEDS.get(key, (lambda config: True, ""))
     is_off = OFF.get(key, OFF.get(section, lambda config: False))
-    return (users is None or strategy in users) and is_on(config) and not is_off(config)
+    return (users is None or not _acting(config, strategy).isdisjoint(users)) and is_on(config) and not is_off(config)

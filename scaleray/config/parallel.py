@@ -27,7 +27,8 @@ class ParallelSettings(Settings):
     pipeline: Degree = None
     """Workers over which a replica's stages are spread. None: 2 under `strategy.name: pipeline`, otherwise 1."""
     replicate: Degree = None
-    """Groups of workers that each hold the whole state; gradients are summed over the groups. None: all workers that
+    """Groups of workers that each hold the whole state; gradients are summed over the groups, or, under local_sgd and
+    diloco, parameters averaged occasionally. None: all workers that
     the other axes leave, but 1 under fsdp and tensor, where `shard` gets them. With both, HSDP."""
     shard: Degree = None
     """Workers over which the state is sharded: parameters, gradients and the optimizer's (FSDP). In a pipeline, a
@@ -52,6 +53,7 @@ class ParallelSettings(Settings):
         """Degrees within a replica that the given strategy supports, and the shards of one that splits replicas."""
         traits = traits_of(strategy)
         axes = {"pipeline", "context", "tensor", *(["shard"] if traits.splits_replica else [])} & set(traits.axes)
+        axes = set() if traits.trains_apart else axes
         return ParallelSettings(**{axis: getattr(self, axis) for axis in axes})
 
     @model_validator(mode="after")
@@ -88,6 +90,11 @@ class Degrees:
     def model(self) -> int:
         """Number of workers that together hold one replica of the model and compute the same samples."""
         return self.pipeline * self.context * self.tensor
+
+    @property
+    def whole(self) -> int:
+        """Number of parts into which the state is divided, by stages, shards and layers."""
+        return self.pipeline * self.shard * self.tensor
 
     def data_rank(self, rank: int) -> int:
         """Index of the share of the global batch that a rank computes."""
@@ -144,7 +151,7 @@ def degrees_of(settings: ParallelSettings, strategy: str, workers: int) -> Degre
             given[axis] = 2 if strategy == axis else 1
     if strategy == "pipeline" and given["pipeline"] == 1:
         raise ConfigError("parallel.pipeline", 1, "a pipeline needs at least two workers", "use --strategy.name auto")
-    rest = "shard" if "shard" in traits.axes and strategy != "pipeline" else "replicate"
+    rest = "shard" if "shard" in traits.axes and strategy != "pipeline" and not traits.trains_apart else "replicate"
     if AUTO not in given.values():
         rest = rest if given[rest] is None else next((a for a in ("replicate", "shard") if given[a] is None), "")
     else:

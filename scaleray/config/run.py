@@ -122,7 +122,7 @@ class RunConfig(Settings):
     def _micro_batches_may_change(self) -> RunConfig:
         traits = traits_of(self.strategy.name)
         for key, is_on, is_possible in (
-            ("memory.find_micro_size", self.memory.find_micro_size, traits.can_try_micro_sizes),
+            ("memory.find_micro_size", self.memory.find_micro_size, traits.can_try_micro_sizes and not self.has_stages),
             ("memory.on_out_of_memory", self.memory.on_out_of_memory == "halve", traits.can_repeat_steps),
         ):
             if is_on and not is_possible:
@@ -145,6 +145,11 @@ class RunConfig(Settings):
     def follows_evaluations(self) -> bool:
         """Whether evaluations determine the learning rate or the end of the training."""
         return self.stop.at is not None or self.stop.patience is not None or self.schedule.name == "plateau"
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether the model's blocks are spread over stages of a pipeline."""
+        return self.strategy.name == "pipeline" or self.parallel.pipeline not in (None, 1)
 
     def degrees(self, workers: int | None = None) -> Degrees:
         """Number of workers along each axis. workers: their total; None: the largest that the config allows. Raises

@@ -51,7 +51,7 @@ class LocalSgdSettings(Settings):
 
     sync_every: Count = 16
     """Optimizer steps between two averagings over all workers. 1 averages after every step. In between, the recorded
-    loss is that of rank 0's own samples, and gradients, their norm and clipping are local to each worker."""
+    loss is that of the first replica's samples, and gradients, their norm and clipping are local to each replica."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Number of initial steps with averaged gradients, before replicas train separately."""
     node_sync_every: Count | None = None

@@ -41,6 +41,7 @@ class Traits:
         return self.splits_replica or self.sharding == "zero3"
 
 
+APART = ("pipeline", "replicate", "shard", "tensor")
 TRAITS: dict[str, Traits] = {
     "single": Traits(axes=("replicate", "context")),
     "ddp": Traits(axes=("replicate", "context"), reduces_by_ddp=True, sums_gradients=True),
@@ -53,8 +54,8 @@ TRAITS: dict[str, Traits] = {
         can_repeat_steps=False,
         can_try_micro_sizes=False,
     ),
-    "local_sgd": Traits(trains_apart=True, averages_now_and_then=True, can_repeat_steps=False),
-    "diloco": Traits(trains_apart=True, averages_now_and_then=True, can_repeat_steps=False),
+    "local_sgd": Traits(axes=APART, trains_apart=True, averages_now_and_then=True, can_repeat_steps=False),
+    "diloco": Traits(axes=APART, trains_apart=True, averages_now_and_then=True, can_repeat_steps=False),
     "gossip": Traits(trains_apart=True, mixes_with_neighbours=True, can_repeat_steps=False),
     "async_sgd": Traits(
         trains_apart=True, mixes_with_neighbours=True, can_repeat_steps=False, can_try_micro_sizes=False

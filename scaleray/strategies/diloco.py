@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from scaleray.config import RunConfig
 from scaleray.strategies.contract.parallel import Parallel, Tensors
 from scaleray.strategies.local_sgd import TrainingApart
+from scaleray.strategies.sharding.shards import local
 
 ANCHOR, MOMENTUM = "anchor", "momentum"
 
@@ -29,27 +30,27 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     settings = config.local_sgd
     apart = TrainingApart(model, mesh, config, workload)
     trained = apart.replicas.trained
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    names = [name for name, parameter in apart.model.named_parameters() if parameter.requires_grad]
     anchor: list[torch.Tensor] = []
     momentum: list[torch.Tensor] = []
 
     def begin() -> None:
         if not anchor:  # else they came from a checkpoint
-            anchor.extend(parameter.detach().clone() for parameter in trained)
+            anchor.extend(local(parameter.detach()).clone() for parameter in trained)
             momentum.extend(torch.zeros_like(value) for value in anchor)
 
     @torch.no_grad()
     def synchronise() -> None:
         apart.replicas.average()
-        outer_gradient = [start - mean for start, mean in zip(anchor, trained, strict=True)]
+        values = [local(parameter.detach()) for parameter in trained]
+        outer_gradient = [start - mean for start, mean in zip(anchor, values, strict=True)]
         torch._foreach_mul_(momentum, settings.outer_momentum)
         torch._foreach_add_(momentum, outer_gradient)
         torch._foreach_add_(
             outer_gradient, momentum, alpha=settings.outer_momentum
         )  # Nesterov, as torch.optim.SGD has it
         torch._foreach_add_(anchor, outer_gradient, alpha=-settings.outer_learning_rate)
-        for parameter, value in zip(trained, anchor, strict=True):
-            parameter.copy_(value)
+        torch._foreach_copy_(values, anchor)
 
     def state() -> Tensors:
         saved = {f"{ANCHOR}.{name}": value for name, value in zip(names, anchor, strict=bool(anchor))}

@@ -104,15 +104,15 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     if mesh is None:
         raise ValueError("fsdp needs a device mesh with the axis 'dp', or 'replicate' and 'shard'")
     settings = config.fsdp
-    degree = config.degrees(mesh.size()).expert
+    degree = config.degrees(dist.get_world_size()).expert
     experts = divide_experts(model, mesh, degree) if degree > 1 else None
     sharded = shard(model, mesh, config, workload, experts)
     buffers = [buffer for buffer in dense_buffers(model) if buffer.numel()]
-    group = dist.group.WORLD
+    group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
     assert group is not None
 
     shared = Ledger()
-    entry = shared.entry("all", dist.get_world_size(), BROADCAST)
+    entry = shared.entry("all", dist.get_world_size(group), BROADCAST)
 
     def share_buffers() -> None:
         broadcast(dense_buffers(model), group, entry=entry)

@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scaleray.config import RunConfig
 from scaleray.records.profile_record import CollectiveRow
-from scaleray.strategies import ddp
+from scaleray.strategies import ddp, fsdp, tensor
 from scaleray.strategies.apart.replicas import Replicas
 from scaleray.strategies.contract.parallel import Computation, OnModel, Parallel, Tensors
+from scaleray.strategies.pipeline import apply as pipeline
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
@@ -26,9 +27,10 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
     The optimizer's state is averaged with the parameters, if `average_momentum`. With sync_every 1, plain SGD and equal
     counts on all ranks this is the training of DDP. Replicas have equal weight, so with different counts (the last
-    batch of an epoch, padded tokens) samples weigh more on a rank with fewer; `batch.drop_last` leaves such batches
-    out. Sources: Stich 2018, arXiv:1805.09767; after a warm-up (post-local SGD): Lin et al. 2018, arXiv:1808.07217,
-    whose hierarchical form is `node_sync_every`."""
+    batch of an epoch, padded tokens) samples weigh more in a replica with fewer; `batch.drop_last` leaves such batches
+    out. A replica may be spread over workers, by `parallel.shard`, `tensor` and `pipeline`. Sources: Stich 2018,
+    arXiv:1805.09767; after a warm-up (post-local SGD): Lin et al. 2018, arXiv:1808.07217, whose hierarchical form is
+    `node_sync_every`."""
     settings = config.local_sgd
     apart = TrainingApart(model, mesh, config, workload)
 
@@ -44,12 +46,28 @@ class TrainingApart:
     def __init__(self, model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> None:
         if mesh is None:
             raise ValueError("replicas that train apart need a device mesh with the axis 'dp'")
-        self.model, self.settings = model, config.local_sgd
-        group = mesh.get_group("dp")
-        self.replicas = Replicas(model, group, bucket_mib=config.strategy.bucket_size_mib)
-        self.node_group = node_group(group, config) if self.settings.node_sync_every else None
-        self.warm_up = ddp.apply(model, mesh, config, workload) if self.settings.warmup_steps else None
-        self.route = _Route(self.warm_up.model) if self.warm_up else model
+        self.settings = config.local_sgd
+        bucket_mib = config.strategy.bucket_size_mib
+        self.warm_up: Parallel | None = None
+        self.route: nn.Module | None = None
+        self.node_group: dist.ProcessGroup | None = None
+        if mesh.ndim > 1:
+            within = mesh[tuple(axis for axis in mesh.mesh_dim_names or () if axis != "replicate")]
+            whole = within.get_group() if within.ndim == 1 else within._flatten("replica").get_group()
+            axes = within.mesh_dim_names or ()
+            apply_inner = pipeline.apply if "pp" in axes else tensor.apply if "tp" in axes else fsdp.apply
+            inner = apply_inner(model, within, config, workload)
+            group = mesh.get_group("replicate")
+            self.replicas = Replicas(inner.module, group, bucket_mib=bucket_mib, inner=inner, whole=whole)
+        else:
+            group = mesh.get_group("dp")
+            self.replicas = Replicas(model, group, bucket_mib=bucket_mib)
+            if self.settings.warmup_steps:
+                self.warm_up = ddp.apply(model, mesh, config, workload)
+                self.route = _Route(self.warm_up.model)
+            if self.settings.node_sync_every:
+                self.node_group = node_group(group, config)
+        self.model, self.inner = self.replicas.model, self.replicas.inner
         self.has_begun = False
         self.warm_up_bytes = 0.0
         self._sent_before: list[CollectiveRow] = []
@@ -72,14 +90,21 @@ class TrainingApart:
         )
 
         def before_step(step: int) -> None:
+            self.inner.before_step(step)
             if step > warmup_steps and not self.has_begun:
                 self._leave_warm_up()
                 begin()
 
+        def after_backward(step: int) -> None:
+            if step <= warmup_steps and self.warm_up is None:
+                self.replicas.average_gradients()
+
         def after_update(step: int) -> None:
             since = step - warmup_steps
-            if since <= 0:
-                assert self.warm_up is not None
+            self.inner.after_update(step)
+            if since <= 0 and self.warm_up is None:
+                self.replicas.share_buffers()
+            elif since <= 0 and self.warm_up is not None:
                 self.warm_up.after_update(step)
                 self.warm_up_bytes = self.warm_up.bytes_sent()
             elif since % every == 0:
@@ -89,9 +114,10 @@ class TrainingApart:
                 synchronise_node(self.node_group)
 
         def no_sync() -> contextlib.AbstractContextManager[Any]:
-            return self.warm_up.no_sync() if self.warm_up is not None else contextlib.nullcontext()
+            return (self.warm_up or self.inner).no_sync()
 
-        def close() -> None:
+        def end(inner: Callable[[], None]) -> None:
+            inner()
             for parameter in self.model.parameters():
                 parameter.grad = None  # maybe a view of a bucket of the warm-up
             if self.node_group is not None:
@@ -99,22 +125,24 @@ class TrainingApart:
 
         return self.replicas.parallel(
             model=self.route,
-            gradient_divisor=self.replicas.size,  # used in the warm-up
+            gradient_divisor=self.replicas.size * self.inner.gradient_divisor,  # used in the warm-up
             no_sync=no_sync,
-            close=close,
+            close=lambda: end(self.inner.close),
+            let_go=lambda: end(self.inner.let_go or self.inner.close),
             before_step=before_step,
+            after_backward=after_backward,
             after_update=after_update,
             is_local=lambda step: step > warmup_steps,
             meets=lambda step: step <= warmup_steps or (step - warmup_steps) % every == 0,
             state=state,
             load_state=load_state,
-            bytes_sent=lambda: self.warm_up_bytes + self.replicas.sent.num_bytes,
+            bytes_sent=lambda: self.warm_up_bytes + self.inner.bytes_sent() + self.replicas.sent.num_bytes,
             collectives=self._collectives,
         )
 
     def _collectives(self) -> list[CollectiveRow]:
         before = self._sent_before if self.warm_up is None else self.warm_up.collectives()
-        return [*before, *self.replicas.sent.rows()]
+        return [*before, *self.inner.collectives(), *self.replicas.sent.rows()]
 
     def _leave_warm_up(self) -> None:
         self.has_begun = True

@@ -60,7 +60,8 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     def share_buffers() -> None:
         for buffer in dense_buffers(model):
             local = buffer.to_local() if isinstance(buffer, DTensor) else buffer
-            dist.broadcast(local, src=0)
+            for group in mesh.get_all_groups():
+                dist.broadcast(local, group=group, group_src=0)
 
     def weights() -> WeightShare:
         share_buffers()

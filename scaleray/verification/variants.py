@@ -341,7 +341,7 @@ class _Group:
             variant.world_size,
             variant.accumulation,
             is_right_without_accumulation=is_right,
-            draws_by_itself=variant.strategy == "pipeline",
+            draws_by_itself=variant.own is not None and variant.own.config.has_stages,
         )
 
     def _with(self, outcome: Outcome, found: Found | None) -> Outcome:

@@ -278,7 +278,7 @@ def _recipe(config: RunConfig, size: DataSize, accumulation: int, *, at_most: bo
     divisor = (largest_divisor(share, at_most=micro_size) or 1) * (config.batch.global_size // recipe.global_batch_size)
     if size.packed_steps(config) is None:
         derive(config.changed({"batch.micro_size": divisor}), size)
-    if recipe.strategy == "pipeline":
+    if recipe.degrees.pipeline > 1:
         check_schedule(config, -(-share // micro_size))
     return with_micro_size(recipe, micro_size, why=f"at most {accumulation} micro-batches in each step")
 

@@ -31,6 +31,9 @@ def config_of(workers, **values):
         (8, {"strategy__name": "pipeline"}, "pipeline", Degrees(pipeline=2, replicate=4)),
         (8, {"strategy__name": "pipeline", "parallel__shard": "auto"}, "pipeline", Degrees(pipeline=2, shard=4)),
         (8, {"parallel__pipeline": "auto", "parallel__tensor": 2}, "pipeline", Degrees(pipeline=4, tensor=2)),
+        (4, {"strategy__name": "diloco"}, "diloco", Degrees(replicate=4)),
+        (8, {"strategy__name": "diloco", "parallel__shard": 2}, "diloco", Degrees(replicate=4, shard=2)),
+        (8, {"strategy__name": "diloco", "parallel__pipeline": 2}, "diloco", Degrees(pipeline=2, replicate=4)),
         (
             16,
             {"parallel__pipeline": 2, "parallel__shard": 2, "parallel__tensor": 2},

@@ -16,6 +16,9 @@ FP32 = {"precision.dtype": "fp32"}
 FSDP = {"strategy.name": "fsdp", **CLIPPED}
 LOCAL = {"strategy.name": "local_sgd", "local_sgd.sync_every": 4, "local_sgd.warmup_steps": 1, **CLIPPED, **FP32}
 DILOCO = {**LOCAL, "strategy.name": "diloco"}
+SHARDS = {"parallel.replicate": 2, "parallel.shard": 2}
+LAYERS = {"parallel.replicate": 2, "parallel.tensor": 2}
+STAGES = {"parallel.replicate": 2, "parallel.pipeline": 2}
 GOSSIP = {"strategy.name": "gossip", "gossip.meet_every": 5, "batch.drop_last": True, "batch.global_size": 12, **FP32}
 LATE = {**GOSSIP, "gossip.is_asynchronous": True, "gossip.max_staleness": 2}
 ASYNC_SGD = {**GOSSIP, "strategy.name": "async_sgd", "gossip.max_staleness": 2}
@@ -60,6 +63,10 @@ def interrupted(place, workload, flags, folder, kill_at):
         pytest.param(2, TokensWithNorm(num_rows=33), LOCAL, 8, id="local_sgd with statistics", marks=IN_TURN),
         pytest.param(2, WithDropout(num_rows=33), DILOCO, 8, id="diloco with dropout", marks=IN_TURN),
         pytest.param(2, TokensWithNorm(num_rows=33), DILOCO, 4, id="diloco with statistics"),
+        pytest.param(4, TokensWithNorm(num_rows=33), {**LOCAL, **SHARDS}, 8, id="local_sgd over shards"),
+        pytest.param(4, WithDropout(num_rows=33), {**DILOCO, **SHARDS}, 8, id="diloco over shards"),
+        pytest.param(4, SmallTransformer(num_rows=33), {**DILOCO, **LAYERS, **PIECES}, 8, id="diloco over layers"),
+        pytest.param(4, WithDropout(num_rows=33), {**LOCAL, **STAGES, **PIECES}, 8, id="local_sgd over stages"),
         # with messages under way
         pytest.param(3, WithDropout(num_rows=72), GOSSIP, 8, id="gossip"),
         pytest.param(3, WithDropout(num_rows=72), LATE, 8, id="asynchronous gossip", marks=IN_TURN),

@@ -17,6 +17,9 @@ ADAMW = {
 }
 CLIPPED, AVERAGED = {"optimizer.clip_norm": 0.3}, {"averaging.decay": 0.9}
 NODES = {"local_sgd.sync_every": 4, "local_sgd.node_size": 2, "local_sgd.node_sync_every": 2}
+SHARDS = {"parallel.replicate": 2, "parallel.shard": 2}
+LAYERS = {"parallel.replicate": 2, "parallel.tensor": 2}
+STAGES = {"parallel.replicate": 2, "parallel.pipeline": 2}
 LETTERS = {"gossip.max_staleness": 2, "gossip.meet_every": 5, "deterministic": True}
 TRAININGS = [
     ("ddp", 2, rows(Classify, **EVALUATED), {**CLIPPED, **AVERAGED, "optimizer.weight_decay": 0.1}),
@@ -34,6 +37,10 @@ TRAININGS = [
     ("local_sgd", 2, rows(WithBatchNorm, **EVALUATED), {"local_sgd.sync_every": 3}),
     ("local_sgd", 4, rows(Classify), NODES),
     ("diloco", 2, rows(Classify, **EVALUATED), {**CLIPPED, "local_sgd.sync_every": 3}),
+    ("local_sgd", 4, rows(WithBatchNorm, **EVALUATED), {**SHARDS, "strategy.name": "local_sgd", "local_sgd.sync_every": 3}),
+    ("diloco", 4, rows(WithDropout, **EVALUATED), {**SHARDS, "strategy.name": "diloco", "local_sgd.sync_every": 3}),
+    ("diloco", 4, rows(WithBatchNorm, **EVALUATED), {**LAYERS, "strategy.name": "diloco", "local_sgd.sync_every": 3}),
+    ("local_sgd", 4, rows(SmallTransformer), {**STAGES, "strategy.name": "local_sgd", "local_sgd.sync_every": 3}),
     ("gossip", 4, rows(Classify, **EVALUATED), CLIPPED),
     ("gossip", 2, rows(Classify, **EVALUATED), {**LETTERS, "gossip.is_asynchronous": True}),
     ("async_sgd", 2, rows(Classify, **EVALUATED), {**LETTERS, **CLIPPED}),

@@ -32,7 +32,7 @@ from scaleray.strategies.gossip import Mixing
 from scaleray.strategies.pipeline.apply import Pipeline
 from scaleray.strategies.pipeline.parts import Parts
 from scaleray.training import loop
-from scaleray.training.setup import large_batch_optimizers, model_setup, optimizers
+from scaleray.training.setup import averaging, large_batch_optimizers, model_setup, optimizers
 from scaleray.training.setup.averaging import Averaging
 from scaleray.training.state import final_weights, loop_state
 from scaleray.training.state import training_state as state_module
@@ -660,10 +660,10 @@ def average_not_saved():
         yield
 
 
-@planted("training/setup/averaging.py, _reshard", "weights that are gathered already are evaluated for their average",
+@planted("training/setup/averaging.py, swap", "weights that are gathered already are evaluated for their average",
          "evaluation", strategy="fsdp", workload=EVALUATED, flags=AVERAGE)  # fmt: skip
 def gathered_weights_evaluated():
-    with instead(Averaging, "_reshard", lambda original: lambda self: None):
+    with instead(averaging, "reshard", lambda original: lambda model: None):
         yield
 
 

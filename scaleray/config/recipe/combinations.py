@@ -150,6 +150,27 @@ def check_training_apart(config: RunConfig) -> None:
             f"it compresses the gradients of ddp, and {name} sends parameters",
             "leave it out, or use --strategy.name ddp",
         )
+    degrees = config.degrees()
+    if degrees.whole == 1:
+        return
+    if degrees.replicate == 1:
+        raise ConfigError(
+            "parallel.replicate",
+            1,
+            f"under {name} replicas are averaged, and all workers hold a single one",
+            "use --strategy.name fsdp, or more replicas",
+        )
+    if config.local_sgd.node_sync_every is not None:
+        raise ConfigError(
+            "local_sgd.node_sync_every",
+            config.local_sgd.node_sync_every,
+            f"each replica is spread over several workers ({degrees.text()}), which are the level within a node",
+            "leave it out, or let each worker hold a replica",
+        )
+    if config.fsdp.cpu_offload:
+        raise ConfigError(
+            "fsdp.cpu_offload", True, f"{name} averages parameters where they are computed", "leave it out"
+        )
 
 
 def check_compression(config: RunConfig, strategy: str) -> None:

@@ -70,7 +70,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
     own_dtype = "fsdp.parameter_dtype" if config.fsdp.parameter_dtype else "that of precision.dtype"
     why["parameter_dtype"] = own_dtype if is_sharded else "nothing is sharded"
     shares, measure_every = uneven_shares(config, strategy, global_batch_size, workers, why)
-    if strategy == "pipeline":
+    if degrees.pipeline > 1:
         check_schedule(config, accumulation_steps)
     return Recipe(
         global_batch_size=global_batch_size,

@@ -101,6 +101,8 @@ def _why_never(config: RunConfig, strategy: str) -> str:
         return "under zero1 no worker has the second moments of all parameters"
     if settings.preconditioned and strategy == "tensor":
         return "under tensor second moments and gradients are laid out in several ways"
+    if traits_of(strategy).trains_apart and config.degrees().whole > 1:
+        return f"under {strategy} each replica is spread over several workers, whose gradients are not measured apart"
     if strategy == "pipeline":
         return "under pipeline the gradients of micro-batches and of tied weights are spread over several workers"
     return ""

@@ -6,8 +6,10 @@ mean, whatever its share of the samples. Frozen parameters never change and are 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -22,14 +24,29 @@ from scaleray.profiling.collectives import ALL_REDUCE, BROADCAST
 from scaleray.strategies.contract.later import Later
 from scaleray.strategies.contract.parallel import Metrics, Parallel
 from scaleray.strategies.contract.weight_shares import WeightShare, whole
+from scaleray.strategies.sharding.shards import local, offset
+from scaleray.strategies.sharding.unsharding import reshard
 from scaleray.strategies.wire.ledger import Ledger
 
 
 class Replicas:
-    """This rank's replica, one of those of `group`. Methods are collective over it unless noted."""
+    """This rank's replica, or its part of one, and the same part of the others, on the ranks of `group`. Methods are
+    collective over it unless noted. inner: the replica as `whole`, a group of ranks, trains it; None: it is this
+    rank's."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, bucket_mib: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        *,
+        bucket_mib: float,
+        inner: Parallel | None = None,
+        whole: dist.ProcessGroup | None = None,
+    ) -> None:
         self.model, self.group, self.size = model, group, dist.get_world_size(group)
+        self.inner, self.whole = inner or Parallel(model, model), whole
+        self.axis = "dp" if whole is None else "replicate"
+        self._copies = self._count_copies()
         self.bucket_bytes = max(1, int(bucket_mib * 2**20))
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer: torch.optim.Optimizer | None = None
@@ -63,6 +80,22 @@ class Replicas:
         if with_momentum:
             self._average_optimizer(group or self.group)
 
+    def average_gradients(self) -> None:
+        """Replace gradients by their mean; those that only some replicas have are zero in the others."""
+        has = torch.tensor([p.grad is not None for p in self.trained], dtype=torch.int8, device=self._device)
+        dist.all_reduce(has, op=dist.ReduceOp.MAX, group=self.group)
+        used = [p for p, is_used in zip(self.trained, has.tolist(), strict=True) if is_used]
+        for parameter in used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._average([p.grad for p in used if p.grad is not None], self.group)
+
+    def share_buffers(self, which: Callable[[torch.Tensor], bool] = lambda buffer: True) -> None:
+        """Give all replicas the buffers of the first one."""
+        for buffer in filter(which, map(local, dense_buffers(self.model))):
+            start = partial(dist.broadcast, buffer, group=self.group, group_src=0)
+            self.sent.entry(self.axis, self.size, BROADCAST).run(start, buffer)
+
     @torch.no_grad()
     def consensus_distance(self) -> float:
         """Root mean square distance of the replicas from their mean, relative to its norm; changes nothing."""
@@ -79,16 +112,15 @@ class Replicas:
         )  # a copy doubles its memory
         tensors = [*self.trained, *dense_buffers(self.model), *state]
         kept = [tensor.detach().clone() for tensor in tensors]
+        reshard(self.model)
         try:
             self._average(self.moving(), self.group, weight=self.settle())
             if with_optimizer:
                 self._average_optimizer(self.group)
-            for buffer in dense_buffers(self.model):
-                if not _has_mean(buffer):
-                    start = partial(dist.broadcast, buffer, group=self.group, group_src=0)
-                    self.sent.entry("dp", self.size, BROADCAST).run(start, buffer)
+            self.share_buffers(lambda buffer: not _has_mean(buffer))
             yield
         finally:
+            reshard(self.model)
             with torch.no_grad():
                 for tensor, value in zip(tensors, kept, strict=True):
                     tensor.copy_(value)
@@ -96,21 +128,30 @@ class Replicas:
     def parallel(self, *, model: nn.Module | None = None, **course: Any) -> Parallel:
         """`Parallel` for replicas that train apart. model: module that runs the user's code, if it is not the replica
         itself. course: further fields of `Parallel`, such as when they synchronise. Not collective."""
-        return Parallel(
-            model=model if model is not None else self.model,
-            module=self.model,
+        return dataclasses.replace(
+            self.inner,
+            model=model if model is not None else self.inner.model,
             weights=self.weights,
+            share_of_square=None,
             use_optimizer=self.use_optimizer,
             replicas_differ=True,
+            replica=dist.get_rank(self.group),
+            local_group=self.whole,
+            local_divisor=self.inner.gradient_divisor,
             averaged=self.averaged,
             metrics=self.metrics,
+            arrivals=None,
+            show_own_gradients=None,
             no_arrivals="replicas train apart and do not wait for each other in every step",
             **course,
         )
 
     def weights(self) -> WeightShare:
-        """The mean of the replicas on the CPU, on rank 0; nothing elsewhere. Collective."""
+        """The mean of the replicas on the CPU, on rank 0 if it has a whole replica, else shared among all ranks.
+        Collective."""
         with self.averaged(False):
+            if self.whole is not None:
+                return self.inner.weights()
             return whole(self.model, keeps=dist.get_rank(self.group) == 0)
 
     @staticmethod
@@ -146,7 +187,7 @@ class Replicas:
         tensors = self._optimizer_tensors()
         digest = hashlib.sha256("\n".join(name for name, _ in tensors).encode()).digest()
         number = int.from_bytes(digest[:7], "little")
-        extremes = torch.tensor([number, -number], device=self.trained[0].device)
+        extremes = torch.tensor([number, -number], device=self._device)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
         if int(extremes[0]) == -int(extremes[1]):
             self._average([tensor for _, tensor in tensors], group)
@@ -161,11 +202,13 @@ class Replicas:
         keeps: bool = False,
         weight: float = 1.0,
     ) -> None:
-        trained = {id(p) for p in self.trained}
-        totals = torch.zeros(2, dtype=torch.float64, device=self.trained[0].device)  # distance and norm, squared
+        parts = [local(tensor) for tensor in tensors]
+        pairs = zip(parts, tensors, strict=True) if measures else ()
+        copies = {id(part): self._copies[id(tensor)] for part, tensor in pairs if id(tensor) in self._copies}
+        totals = torch.zeros(2, dtype=torch.float64, device=self._device)  # distance and norm, squared
         size = dist.get_world_size(group)
-        entry = self.sent.entry("dp" if group is self.group else "node", size, ALL_REDUCE)
-        for bucket in self._buckets(tensors):
+        entry = self.sent.entry(self.axis if group is self.group else "node", size, ALL_REDUCE)
+        for bucket in self._buckets(parts):
             # 16-bit values are summed in fp32: the mean of many replicas would lose most of its digits
             dtype = torch.promote_types(bucket[0].dtype, torch.float32)
             own = torch.cat([tensor.reshape(-1).to(dtype) for tensor in bucket])
@@ -176,14 +219,31 @@ class Replicas:
             mean.div_(size)
             sizes = [tensor.numel() for tensor in bucket]
             for tensor, new, old in zip(bucket, mean.split(sizes), own.split(sizes), strict=True):
-                if measures and id(tensor) in trained:
-                    totals[0] += (old - new).abs().double().square().sum()
-                    totals[1] += new.abs().double().square().sum()
+                if id(tensor) in copies:
+                    totals[0] += (old - new).abs().double().square().sum() / copies[id(tensor)]
+                    totals[1] += new.abs().double().square().sum() / copies[id(tensor)]
                 if not keeps:
                     tensor.copy_(new.view_as(tensor))
         if measures:
             dist.all_reduce(totals, group=group)  # all ranks add the same norm: its sum is `size` times as large
+            if self.whole is not None:
+                dist.all_reduce(totals, group=self.whole)
             self._measured = Later(totals)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.trained[0].device
+
+    def _count_copies(self) -> dict[int, int]:
+        """Number of ranks of a replica that hold the same part of each trained parameter, by its id. Collective over
+        them."""
+        mine = {id(p): (name, offset(p)) for name, p in self.model.named_parameters() if p.requires_grad}
+        if self.whole is None:
+            return dict.fromkeys(mine, 1)
+        everyone: list[Any] = [None] * dist.get_world_size(self.whole)
+        dist.all_gather_object(everyone, list(mine.values()), group=self.whole)
+        counts = Counter(part for theirs in everyone for part in theirs)
+        return {key: counts[part] for key, part in mine.items()}
 
     def _buckets(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """Lists of tensors of one type, each list as large as a bucket or the last of its type, in the same order on

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -71,7 +72,7 @@ class Parallel:
     """Implementation of `run_alone`, if it does more than compute on `module`."""
     gradient_divisor: int = 1
     """Number by which the strategy divides summed gradients: the world size if it averages, 1 if it sums.
-    In local steps nothing is summed."""
+    See `local_divisor` for local steps."""
     no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """Context of a micro-batch that is not the last of its step: gradients stay local."""
     abandon: Callable[[], None] | None = None
@@ -113,8 +114,17 @@ class Parallel:
     meets: Callable[[int], bool] = lambda step: True
     """Whether all ranks sum losses and signals in step `step`, from 1. Evaluations, checkpoints and the end are also
     synchronisations. In any other step the recorded loss is that of rank 0's own samples."""
+    local_group: dist.ProcessGroup | None = None
+    """Ranks that hold one replica and take its local steps together: samples, counts, norm and clipping are then those
+    of all of them. None: each rank is a replica."""
+    local_divisor: int = 1
+    """`gradient_divisor` in local steps."""
+    after_backward: Callable[[int], None] = lambda step: None
+    """Hook after the last backward pass of step `step`, before anything looks at the gradients. Collective."""
     replicas_differ: bool = False
-    """Whether ranks hold different values of the same parameters; checkpoints then keep each rank's."""
+    """Whether replicas hold different values of the same parameters; checkpoints then keep those of each."""
+    replica: int = 0
+    """Number of this rank's replica, if they differ."""
     averaged: Callable[[bool], contextlib.AbstractContextManager[Any]] = lambda with_optimizer: contextlib.nullcontext()
     """Context in which `module`, and the optimizer's state if requested, hold the mean of all replicas; each has its
     own again afterwards. Collective."""

@@ -51,7 +51,9 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     if mesh is None:
         raise ValueError("pipeline needs a device mesh with the axis 'pp' and those of the data")
     parts = Parts(model, mesh, config, workload)
-    pipeline, whole = Pipeline(parts, config, workload, replica=mesh["dp"].get_local_rank()), Whole(parts)
+    degrees = config.degrees(dist.get_world_size())
+    replica = dist.get_rank() // degrees.tensor % (degrees.data * degrees.context)
+    pipeline, whole = Pipeline(parts, config, workload, replica=replica), Whole(parts)
     return Parallel(
         model=parts.module,
         module=parts.module,

@@ -50,7 +50,8 @@ class Parts:
         self.group: dist.ProcessGroup = mesh.get_group("pp")
         data = mesh["dp"]
         self.replicas: dist.ProcessGroup | None = data.get_group() if data.size() > 1 else None
-        self._ranks: list[list[int]] = mesh.mesh.flatten(1).T.tolist()  # of each stage's copies and parts, by worker
+        # of each stage's copies and parts, by worker; also of other replicas, if these train apart
+        self._ranks: list[list[int]] = mesh._get_root_mesh().mesh.flatten(1).T.tolist()
         self.num_workers, self.worker = mesh["pp"].size(), mesh.get_local_rank("pp")
         self.num_stages = self.num_workers * settings.stages_of_each_worker
         self.device = next(model.parameters()).device
@@ -82,7 +83,7 @@ class Parts:
         first = {name: next(w for w, names in enumerate(held) if name in names) for name in self.names}
         self._counted_elsewhere = [p for name, p in mine.items() if first[name] != self.worker]
         self.shards: Shards | None = None
-        if config.degrees(mesh.size()).shard > 1:  # last, as it replaces parameters
+        if config.degrees(dist.get_world_size()).shard > 1:  # last, as it replaces parameters
             self.shards = self._shard(held, data_axes(mesh))
         self._whole_ids = {id(p) for p in self.module.parameters()} - (self.shards.sharded if self.shards else set())
 

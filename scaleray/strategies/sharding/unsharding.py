@@ -16,6 +16,14 @@ from torch.distributed.tensor import DTensor
 MARKS = (REGISTRY_KEY, STATE_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
+def reshard(model: nn.Module) -> None:
+    """Free what the last pass gathered of a model, if it is sharded: other values are about to take the shards'
+    place. Not collective."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def unshard_for_good(model: nn.Module, *, keeps_shards: bool) -> None:
     """Remove every hook of `fully_shard` from a model, and make its parameters whole and plain again. Collective,
     unless `keeps_shards`.

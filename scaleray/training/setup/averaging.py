@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from scaleray.config import RunConfig
 from scaleray.config.averaging_pruning_fine_tuning import AveragingSettings
 from scaleray.config.strategy_traits import traits_of
 from scaleray.errors import WorkloadError
+from scaleray.strategies.sharding.shards import local
+from scaleray.strategies.sharding.unsharding import reshard
 from scaleray.training.setup.several_optimizers import members
-from scaleray.training.setup.shards import local
 
 
 class Averaging:
@@ -79,18 +79,12 @@ class Averaging:
         """Swap the module's weights and the average. Not while a checkpoint is being copied."""
         if not self.is_on:
             return
-        self._reshard()
+        reshard(self._module)
         with torch.no_grad():
             averages, trained = self._pairs()
             kept = torch._foreach_add(averages, 0)  # copies
             torch._foreach_copy_(averages, trained)
             torch._foreach_copy_(trained, kept)
-
-    def _reshard(self) -> None:
-        """Reshard weights gathered by the last pass, which are the other ones."""
-        for part in self._module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
 
     @property
     def values(self) -> dict[str, torch.Tensor]:
@@ -137,7 +131,7 @@ class OptimizersAverage(Averaging):
     def swap(self) -> None:
         """Switch the optimizer's mode. The trained weights return bit-identically. Not while a checkpoint is being
         copied."""
-        self._reshard()
+        reshard(self._module)
         if self._trained:
             self._call("train")
             with torch.no_grad():

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from scaleray.training.setup import shards
-from scaleray.training.setup.shards import local
+from scaleray.strategies.sharding import shards
+from scaleray.strategies.sharding.shards import local
 
 
 @dataclass(frozen=True)

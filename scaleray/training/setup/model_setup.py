@@ -32,6 +32,7 @@ from scaleray.config import RunConfig
 from scaleray.config.averaging_pruning_fine_tuning import AveragingSettings
 from scaleray.config.parallel import Degrees
 from scaleray.config.recipe.values import Recipe
+from scaleray.config.strategy_traits import traits_of
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.parallel.context import Context, sequences_shared
 from scaleray.profiling.collectives import ALL_TO_ALL, SEND
@@ -54,7 +55,8 @@ from scaleray.workload import built_model
 def build_mesh(degrees: Degrees, strategy: str, device_type: str) -> DeviceMesh:
     """The mesh of all workers. Collective. Axes from the outside in: `pp` for pipeline; `dp` for workers with samples
     or tokens of their own, or `replicate` and `shard` where both are above 1, with `dp` over them; `tp` for tensor. The
-    workers of a context are neighbours along `shard` or `dp`, and the state is sharded over them, too."""
+    workers of a context are neighbours along `shard` or `dp`, and the state is sharded over them, too. Replicas that
+    train apart on several workers each: `replicate` and the axes of one."""
     # DTensor keeps the results of its planning by the layout of a mesh, process groups included: in a process that has
     # left its group and joined another, as between two sizes of `verify`, they would name groups that are gone
     _clear_sharding_prop_cache()
@@ -62,13 +64,16 @@ def build_mesh(degrees: Degrees, strategy: str, device_type: str) -> DeviceMesh:
     both = degrees.shard > 1 if strategy != "tensor" else True
     shard = degrees.shard * degrees.context
     data = {"replicate": degrees.replicate, "shard": shard} if degrees.replicate > 1 and both else {}
+    is_apart = traits_of(strategy).trains_apart and degrees.whole > 1
+    if is_apart:
+        data = {"replicate": degrees.replicate, "dp": degrees.shard}
     axes = {
-        **({"pp": degrees.pipeline} if strategy == "pipeline" else {}),
+        **({"pp": degrees.pipeline} if strategy == "pipeline" or degrees.pipeline > 1 else {}),
         **(data or {"dp": degrees.replicate * shard}),
         **({"tp": degrees.tensor} if strategy == "tensor" or degrees.tensor > 1 else {}),
     }
     mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    if data and len(axes) > 2:
+    if data and len(axes) > 2 and not is_apart:
         mesh["replicate", "shard"]._flatten("dp")
     return mesh
 
@@ -301,7 +306,8 @@ def _built(workload: Any, device: torch.device) -> Any:
 
 def _building(config: RunConfig, recipe: Recipe, place: Place) -> contextlib.AbstractContextManager[PagedBuild | None]:
     """Context in which the model is built and sharded."""
-    if recipe.strategy != "fsdp" or config.fsdp.build_gib is None or place.group is None:
+    is_fsdp = recipe.strategy not in ("tensor", "pipeline") and place.mesh.shard == place.mesh.whole > 1
+    if not is_fsdp or config.fsdp.build_gib is None or place.group is None:
         return contextlib.nullcontext()
     return PagedBuild(place.group, bound_bytes=config.fsdp.build_gib * 2**30)
 
@@ -310,7 +316,7 @@ def _check_equal_before_sharding(
     model: nn.Module, pages: PagedBuild | None, config: RunConfig, recipe: Recipe, place: Place
 ) -> Digests | None:
     """Check that all ranks drew the same parameters, where each will keep a part of them alone. Collective."""
-    is_sharded = recipe.strategy in ("fsdp", "pipeline") and place.mesh.shard > 1
+    is_sharded = recipe.strategy != "tensor" and place.mesh.shard > 1
     if not is_sharded or place.group is None:
         return None
     if pages is None:

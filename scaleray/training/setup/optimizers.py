@@ -64,7 +64,8 @@ def _build(
     own, in_use = None, InUse()
     if brings_optimizer(workload):
         own, in_use = build_own(lambda values: workload.optimizer(model, values), values, config, varied)
-        if own is not None and traits_of(recipe.strategy).splits_parameters and not acts_on_elements(own):
+        splits = traits_of(recipe.strategy).splits_parameters or recipe.degrees.whole > 1
+        if own is not None and splits and not acts_on_elements(own):
             in_use.warnings.append(
                 f"the workload's own optimizer() ({type(own).__name__}) needs whole matrices, and under "
                 f"{recipe.strategy} each worker has a part of them: updates differ from those of one process by "

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from scaleray.common.metric_names import SPARSITY
 from scaleray.config.averaging_pruning_fine_tuning import PruningSettings
 from scaleray.errors import WorkloadError
-from scaleray.training.setup import shards
-from scaleray.training.setup.shards import local
+from scaleray.strategies.sharding import shards
+from scaleray.strategies.sharding.shards import local
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)

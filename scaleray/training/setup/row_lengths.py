@@ -45,7 +45,7 @@ def check_row_lengths(config: RunConfig, train: Split) -> None:
         raise ConfigError(
             "shares.by", config.shares.by, "with batch.unit tokens, steps vary in rows", "use equal shares"
         )
-    if config.strategy.name == "pipeline":
+    if config.has_stages:
         raise ConfigError(
             "batch.unit",
             "tokens",

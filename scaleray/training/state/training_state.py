@@ -23,6 +23,7 @@ from scaleray.checkpoints.manifest import Manifest
 from scaleray.checkpoints.storage import Store
 from scaleray.common.equal_models import dense_parts
 from scaleray.common.seeding import random_state, seed_everything, set_random_state, stream_seed
+from scaleray.config.parallel import Degrees
 from scaleray.errors import CheckpointError
 from scaleray.training.callbacks import Callbacks
 from scaleray.training.health.attributes import (
@@ -62,6 +63,8 @@ from scaleray.training.state.items import (
 )
 from scaleray.training.state.optimizer_state import optimizer_state, optimizer_templates
 
+DEGREES = "degrees"
+
 
 @dataclass(frozen=True)
 class TrainState:
@@ -97,7 +100,7 @@ class TrainState:
             optimizer_values = self._merged(optimizer_values)
         tensors.update(optimizer_tensors)
         if parallel.replicas_differ:
-            own = f"{REPLICA}.{self.place.rank}."
+            own = f"{REPLICA}.{parallel.replica}."
             volatile |= {own + name for name in volatile}
             replica = {own + name: value for name, value in tensors.items()}
             # values of now, as the mean is gone when this context ends; without it they are those of this replica
@@ -127,6 +130,7 @@ class TrainState:
             WORKLOAD: workload_values,
             CALLBACKS: callback_values,
             ATTRIBUTES: self.place.gathered(changed_attributes(module, self.attributes)),
+            **({STRATEGY: {DEGREES: self.place.mesh.text()}} if parallel.replicas_differ else {}),
         }
         return tensors, volatile, {item: as_json(item, value) for item, value in values.items()}
 
@@ -145,7 +149,7 @@ class TrainState:
             for item in (WORKLOAD, CALLBACKS)
             for name, t in tensors_of(manifest, item).items()
         }
-        same_size = manifest.world_size == self.place.world_size
+        same_size = same_replicas = manifest.world_size == self.place.world_size
         prefix = f"{RANDOM}.{self.place.rank}."
         drawn = {
             name: torch.empty(t.shape, dtype=dtype_of(t))
@@ -158,7 +162,10 @@ class TrainState:
             for name, t in tensors_of(manifest, STRATEGY).items()
             if name.startswith(mine)
         }
-        strategy = strategy if same_size else {}
+        if parallel.replicas_differ:  # another division of as many workers makes other replicas
+            before = manifest.values.get(STRATEGY, {}).get(DEGREES, Degrees(replicate=manifest.world_size).text())
+            same_replicas = before == self.place.mesh.text()
+        strategy = strategy if same_replicas else {}
         kept = {**self._masks(), **self._averages()}
         masks = {name: value for name, value in kept.items() if name in manifest.tensors}
         sharded.load({**model, **templates, **own, **drawn, **strategy, **masks}, stores, manifest, group)
@@ -168,8 +175,8 @@ class TrainState:
             self.setup.averaging.begin_anew()
         if self.setup.pruning is not None:
             self.setup.pruning.count()
-        mine_too = f"{REPLICA}.{self.place.rank}."
-        if parallel.replicas_differ and same_size and any(name.startswith(mine_too) for name in manifest.tensors):
+        mine_too = f"{REPLICA}.{parallel.replica}."
+        if parallel.replicas_differ and same_replicas and any(name.startswith(mine_too) for name in manifest.tensors):
             # over the mean that was just loaded, into the same memory
             replica = {f"{mine_too}{name}": tensor for name, tensor in {**model, **templates}.items()}
             sharded.load({k: v for k, v in replica.items() if k in manifest.tensors}, stores, manifest, group)

@@ -145,7 +145,7 @@ class _Look:
 
         def loss() -> tuple[float, float]:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(no_gradients_of_gradients(module, config.strategy.name))
+                stack.enter_context(no_gradients_of_gradients(module, config))
                 if self.place.world_size > 1:
                     return self._loss(np.arange(self.rows_with_gradients))
                 self.model = stack.enter_context(rehearsed(module, config, self.workload))

@@ -9,8 +9,8 @@ import torch
 
 from scaleray.strategies.contract.later import on_device
 from scaleray.strategies.contract.numbers import Number, Truth, Unread
+from scaleray.strategies.sharding.shards import local
 from scaleray.training.setup.model_setup import Setup
-from scaleray.training.setup.shards import local
 
 
 class GuardedUpdate:

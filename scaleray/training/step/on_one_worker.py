@@ -27,7 +27,8 @@ def rehearsed(model: nn.Module, config: RunConfig, workload: Any) -> Iterator[nn
     support on several workers. Yields the model for the user's code."""
     name = config.strategy.name
     with contextlib.ExitStack() as stack:
-        if name == "fsdp" and config.fsdp.reshard_after_forward:
+        is_sharded = name == "fsdp" or (traits_of(name).trains_apart and config.parallel.shard not in (None, 1))
+        if is_sharded and config.fsdp.reshard_after_forward:
             units = choose_units(model, config.fsdp, workload).modules
             stack.enter_context(
                 _weights_within(units, model, "fsdp frees the weights of a unit outside of its forward pass")
@@ -37,14 +38,17 @@ def rehearsed(model: nn.Module, config: RunConfig, workload: Any) -> Iterator[nn
             stack.enter_context(_weights_within(owners, model, "under tensor parallelism a worker holds a part of it"))
         if isinstance(size := config.parallel.context, int) and size > 1:
             stack.enter_context(sequences_shared(model, Context(config.context.exchange, size)))
-        yield Rehearsal(model, config, workload) if name == "pipeline" else model
+        yield Rehearsal(model, config, workload) if config.has_stages else model
 
 
 @contextlib.contextmanager
-def no_gradients_of_gradients(model: nn.Module, strategy: str) -> Iterator[None]:
+def no_gradients_of_gradients(model: nn.Module, config: RunConfig) -> Iterator[None]:
     """Context for one forward pass: raises WorkloadError if the loss differentiates (in a pipeline), or does so with
     create_graph, under a strategy that does not support it."""
-    if not traits_of(strategy).splits_parameters:  # what is communicated for these is not differentiated again
+    strategy = config.strategy.name
+    degrees = {config.parallel.shard, config.parallel.tensor} - {None, 1}
+    # what is communicated for these is not differentiated again
+    if not (traits_of(strategy).splits_parameters or config.has_stages or degrees):
         yield
         return
     is_inside = True
@@ -53,7 +57,7 @@ def no_gradients_of_gradients(model: nn.Module, strategy: str) -> Iterator[None]
         if not is_inside:
             return
         advice = "use --strategy.name ddp or zero1, or leave it out"
-        if strategy == "pipeline":
+        if config.has_stages:
             raise WorkloadError.problem(
                 "loss()", "computes gradients: in a pipeline no worker has a gradient before all have run", advice
             )

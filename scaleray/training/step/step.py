@@ -145,8 +145,9 @@ class TrainStep:
             parameter.grad = None
         # Losses are scaled by the expected count before the backward pass, which keeps gradients in range, and
         # corrected by the true count after it. With a constant count per row there is nothing to correct.
-        expected = self._count_per_row * (max(1, batch.num_rows) if is_local else num_rows)
-        self._scale = ratio(1 if is_local else parallel.gradient_divisor, expected)
+        own_rows = max(1, batch.num_rows) if parallel.local_group is None else num_rows / self.place.mesh.replicate
+        expected = self._count_per_row * (own_rows if is_local else num_rows)
+        self._scale = ratio(parallel.local_divisor if is_local else parallel.gradient_divisor, expected)
         signals = self.signals()
         buffers = self.back_off.buffers()
         while True:
@@ -154,7 +155,8 @@ class TrainStep:
             if self.noise is not None:
                 self.noise.begin(number, is_local=is_local)
             try:
-                own_sum, own_count = self._run_micro_batches(batch, num_rows=num_rows, meets=meets)
+                group = parallel.local_group if is_local else None
+                own_sum, own_count = self._run_micro_batches(batch, num_rows=num_rows, meets=meets, group=group)
                 break
             except MemoryRanOut as exc:
                 why = str(exc)
@@ -208,9 +210,11 @@ class TrainStep:
         """The numbers of a tensor (n,) of float64, as `_number` gives them."""
         return tensor.tolist() if self._reads else list(tensor.unbind())
 
-    def _run_micro_batches(self, batch: RankBatch, *, num_rows: int, meets: bool) -> tuple[Number, Number]:
-        """Forward and backward of every micro-batch; leaves the totals of all ranks, where they meet, and returns this
-        rank's sum of losses and count."""
+    def _run_micro_batches(
+        self, batch: RankBatch, *, num_rows: int, meets: bool, group: dist.ProcessGroup | None
+    ) -> tuple[Number, Number]:
+        """Forward and backward of every micro-batch; leaves the totals of all ranks, where they meet, and returns the
+        sum of losses and the count of `group`, or of this rank."""
         setup, parallel = self.setup, self.setup.parallel
         # where passes communicate, a rank with a row less may need a placeholder more
         size, shares = self.recipe.micro_batch_size, self.place.data_parallel_size
@@ -218,17 +222,18 @@ class TrainStep:
         pieces = list(micro_batches(batch, size, at_least=most if parallel.forward_is_collective else 1))
         if self._whole is not None:
             pieces = self._after_first_pass(self._whole, pieces, most=most)
-        pending: tuple[Any, torch.Tensor] | None = None
+        pending = own_pending = None
         own = self._totals
 
         def sum_up() -> None:
-            nonlocal pending, own
+            nonlocal pending, own_pending, own
             own = self._totals
             # shapes after the forward passes, which may change them
             self._totals = [*(own[:2] if parallel.counts_loss else [0.0, 0.0]), *own[2:], *self.shapes()]
+            if group is not None:
+                own_pending = self._begin_sum(self._totals[:2], group)
             if meets and self.place.world_size > 1:
-                sums = together(self._totals, self.place.device)
-                pending = dist.all_reduce(sums, async_op=True), sums
+                pending = self._begin_sum(self._totals)
 
         if parallel.run_micro_batches is not None:
             parallel.run_micro_batches([self._on_device(*p) for p in pieces], self._objective, setup.precision.autocast)
@@ -253,12 +258,22 @@ class TrainStep:
                 raise MemoryRanOut(shortage[0])
         if self._whole is not None and self.num_updates == 0 and (shares > 1 or not self._whole.at_once):
             setup.parallel.notes.append(self._whole.note(most))
-        if pending is not None:
+        if pending is not None or own_pending is not None:
             self.enter(Phase.COMMUNICATION)
-            work, sums = pending
-            work.wait()
-            self._totals = self._each(sums)
+        parallel.after_backward(self.num_updates + 1)
+        if own_pending is not None:
+            own = self._end_sum(*own_pending)
+        if pending is not None:
+            self._totals = self._end_sum(*pending)
         return own[0], own[1]
+
+    def _begin_sum(self, values: list[Number], group: dist.ProcessGroup | None = None) -> tuple[Any, torch.Tensor]:
+        sums = together(values, self.place.device)
+        return dist.all_reduce(sums, group=group, async_op=True), sums
+
+    def _end_sum(self, work: Any, sums: torch.Tensor) -> list[Number]:
+        work.wait()
+        return self._each(sums)
 
     def _after_first_pass(self, whole: WholeBatchLoss, pieces: list[Any], *, most: int) -> list[Any]:
         """The micro-batches after their first forward pass for a loss over the whole batch, then on the device; as they

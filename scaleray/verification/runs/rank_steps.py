@@ -55,7 +55,7 @@ class SeenStep:
     loss: float
     count: float
     is_own: bool
-    """Whether loss and count cover only this rank's samples."""
+    """Whether loss and count cover only the samples of this rank's replica."""
     used_norm: float | None
     """The gradient's norm that the step used, if any."""
     state_begins: dict[str, np.ndarray]
@@ -84,8 +84,9 @@ def trace_of(
     first = everyone[0]
     replicas = [everyone[ranks[0]] for ranks in degrees.replicas]  # their workers have the same rows and random numbers
     loss, count = own.loss, own.count
-    if own.is_own:  # replicas train apart; gradients are rank 0's own then, too
-        loss_sum, count = sum(seen.loss * seen.count for seen in everyone), sum(seen.count for seen in everyone)
+    if own.is_own:  # replicas train apart; gradients are those of rank 0's own then, too
+        apart = replicas[:: degrees.shard]
+        loss_sum, count = sum(seen.loss * seen.count for seen in apart), sum(seen.count for seen in apart)
         loss = loss_sum / count if count else math.nan
     grad_norm = float(np.linalg.norm(first.gradients[:, 0]))
     return StepTrace(

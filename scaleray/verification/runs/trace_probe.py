@@ -341,7 +341,7 @@ class TraceProbe:
         tensors = {**self._parameters, **dict(self._setup.parallel.module.named_buffers())}
         if sum(t.numel() * t.element_size() for t in tensors.values()) > LARGEST_KEPT_BYTES // self.place.world_size:
             return
-        everyone = self.place.gathered({name: t.detach().cpu().clone() for name, t in tensors.items()})
+        everyone = self.place.gathered({name: full(t.detach()).cpu().clone() for name, t in tensors.items()})
         if self.place.rank == 0:
             self.values[self._step] = everyone
 

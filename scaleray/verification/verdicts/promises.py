@@ -187,7 +187,11 @@ def _averaged_state(config: RunConfig, step: int, machines: Machines) -> Groups:
 
 
 def _averaged_buffers(config: RunConfig, step: int, updated: np.ndarray, machines: Machines) -> np.ndarray | None:
-    return None if step <= config.local_sgd.warmup_steps else _within(_averaged(config, step, machines), updated)
+    if step <= config.local_sgd.warmup_steps:
+        return None
+    degrees, ranks = config.degrees(), np.arange(len(updated))
+    firsts = ranks - ranks // degrees.tensor % degrees.shard * degrees.tensor  # whose buffers those next to them take
+    return _within(_averaged(config, step, machines), updated[firsts])
 
 
 def _mixed_buffers(config: RunConfig, step: int, updated: np.ndarray, machines: Machines) -> np.ndarray | None:

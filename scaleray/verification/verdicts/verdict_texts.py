@@ -53,13 +53,14 @@ def own_gradients(variant: Variant, watched: Watched, config: RunConfig, bound: 
     if parts.shares is None:
         why = "a replica's gradient is not that of its own rows"
         return Divergence(step, "own gradient", math.inf), Finding(Cause.UNKNOWN, why)
-    shares, counts = parts.shares
+    (shares, counts), shard = parts.shares, config.degrees().shard
     for rank, view in enumerate(shares):
-        own = counts[rank] > 0
-        due = np.zeros_like(view)
-        due[rank, own] = counts.sum() / max(1.0, counts[rank].sum())
+        first = rank // shard * shard  # of those that hold a replica together
+        own = np.zeros_like(view, dtype=bool)
+        own[first : first + shard] = counts[first : first + shard] > 0
+        due = own * counts.sum() / max(1.0, counts[own].sum())
         if not (apart := float(np.abs(view - due).max() / max(1.0, due.max()))) <= 1e-6:
-            found = ", ".join(f"{share:.4g}" for share in view[rank, own] / due[rank, own])
+            found = ", ".join(f"{share:.4g}" for share in view[own] / due[own])
             why = f"rank {rank}'s own rows have {found} times the right weight in its own gradient"
             return Divergence(step, "own gradient", apart), Finding(Cause.LOSS_NORMALISATION, why)
     return None
@@ -69,7 +70,7 @@ def rounding_of(variant: Variant) -> Rounding:
     assert variant.own is not None
     config, promise = variant.own.config, promised(variant)
     narrow = []
-    if traits_of(variant.strategy).splits_parameters:
+    if traits_of(variant.strategy).splits_parameters or config.degrees().whole > 1:
         narrow = [d for d in (config.fsdp.reduce_dtype, config.fsdp.parameter_dtype) if d in ("bf16", "fp16")]
     types = {"bf16": torch.bfloat16, "fp16": torch.float16}
     epsilon = max(torch.finfo(types.get(d, torch.float32)).eps for d in (*narrow, "fp32"))
