@@ -33,6 +33,7 @@ USERS: dict[str, tuple[str, ...]] = {
     "local_sgd.average_momentum": ("local_sgd",),
     "local_sgd.outer_learning_rate": ("diloco",),
     "local_sgd.outer_momentum": ("diloco",),
+    **dict.fromkeys(("local_sgd.fragments", "local_sgd.overlap", "local_sgd.mixing"), ("diloco",)),
     "gossip": ("gossip",),
     "gossip.max_staleness": MIXING,
     "gossip.meet_every": MIXING,

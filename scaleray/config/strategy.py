@@ -66,6 +66,38 @@ class LocalSgdSettings(Settings):
     """diloco: step size of the outer Nesterov optimizer on the mean change of the replicas."""
     outer_momentum: Probability = 0.9
     """diloco: momentum of the outer Nesterov optimizer."""
+    fragments: Count = 1
+    """diloco: parts into which the layers are divided, in order and equally many parameters each. Each part takes its
+    outer step every `sync_every` steps, one part after the other at equal intervals."""
+    overlap: Annotated[int, Field(ge=0)] = 0
+    """diloco: steps during which replicas train on while a fragment is summed; the outer step follows."""
+    mixing: Probability = 0.0
+    """diloco: weight of a replica's own values when a fragment takes its outer step. 0: the new values replace them."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether replicas never agree on all parameters at once."""
+        return self.fragments > 1 or self.overlap > 0 or self.mixing > 0
+
+    @property
+    def fragment_every(self) -> int:
+        """Steps between the outer steps of two fragments."""
+        return self.sync_every // self.fragments
+
+    @model_validator(mode="after")
+    def _fragments_follow_each_other(self) -> LocalSgdSettings:
+        if self.sync_every % self.fragments:
+            raise ValueError(
+                f"local_sgd.fragments: it is {self.fragments}, and must divide sync_every, {self.sync_every}"
+            )
+        if self.overlap >= self.fragment_every:
+            raise ValueError(
+                f"local_sgd.overlap: it is {self.overlap}, and the next fragment begins after {self.fragment_every} "
+                "steps; use fewer"
+            )
+        if self.streams and self.node_sync_every is not None:
+            raise ValueError("local_sgd.node_sync_every: fragments are averaged over all replicas; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _nodes_meet_more_often(self) -> LocalSgdSettings:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from scaleray.config import RunConfig
 from scaleray.records.profile_record import CollectiveRow
 from scaleray.strategies import ddp, fsdp, tensor
+from scaleray.strategies.apart.in_flight_exchanges import BESIDE_TRAINING
 from scaleray.strategies.apart.replicas import Replicas
 from scaleray.strategies.contract.parallel import Computation, OnModel, Parallel, Tensors
 from scaleray.strategies.pipeline import apply as pipeline
@@ -37,7 +38,11 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     def average(group: dist.ProcessGroup | None) -> None:
         apart.replicas.average(group=group, with_momentum=settings.average_momentum)
 
-    return apart.parallel(synchronise=lambda: average(None), synchronise_node=average)
+    def after_local(since: int) -> None:
+        if since % settings.sync_every == 0:
+            average(None)
+
+    return apart.parallel(after_local=after_local, synchronise_node=average)
 
 
 class TrainingApart:
@@ -68,6 +73,7 @@ class TrainingApart:
             if self.settings.node_sync_every:
                 self.node_group = node_group(group, config)
         self.model, self.inner = self.replicas.model, self.replicas.inner
+        self.own_group = group_for_means(mesh, config) if self.settings.overlap else None
         self.has_begun = False
         self.warm_up_bytes = 0.0
         self._sent_before: list[CollectiveRow] = []
@@ -75,14 +81,15 @@ class TrainingApart:
     def parallel(
         self,
         *,
-        synchronise: Callable[[], None],
+        after_local: Callable[[int], None],
         synchronise_node: Callable[[dist.ProcessGroup], None],
         begin: Callable[[], None] = lambda: None,
+        wait: Callable[[], None] = lambda: None,
         state: Callable[[], Tensors] = dict,
         load_state: Callable[[Tensors], None] = lambda state: None,
     ) -> Parallel:
-        """Strategy as the loop takes it.
-        begin: called before the first local step of a run, resumed or not, with equal replicas."""
+        """Strategy as the loop takes it. after_local: called after each local step, with its number since the warm-up;
+        begin: before the first one of a run, resumed or not, with equal replicas; wait: waits for sums in flight."""
         warmup_steps, every, node_every = (
             self.settings.warmup_steps,
             self.settings.sync_every,
@@ -107,21 +114,23 @@ class TrainingApart:
             elif since <= 0 and self.warm_up is not None:
                 self.warm_up.after_update(step)
                 self.warm_up_bytes = self.warm_up.bytes_sent()
-            elif since % every == 0:
-                synchronise()
-            elif node_every is not None and since % node_every == 0:
-                assert self.node_group is not None
-                synchronise_node(self.node_group)
+            else:
+                if node_every is not None and since % every and since % node_every == 0:
+                    assert self.node_group is not None
+                    synchronise_node(self.node_group)
+                after_local(since)
 
         def no_sync() -> contextlib.AbstractContextManager[Any]:
             return (self.warm_up or self.inner).no_sync()
 
         def end(inner: Callable[[], None]) -> None:
+            wait()
             inner()
             for parameter in self.model.parameters():
                 parameter.grad = None  # maybe a view of a bucket of the warm-up
-            if self.node_group is not None:
-                dist.destroy_process_group(self.node_group)
+            for group in (self.node_group, self.own_group):
+                if group is not None:
+                    dist.destroy_process_group(group)
 
         return self.replicas.parallel(
             model=self.route,
@@ -179,6 +188,19 @@ def node_group(group: dist.ProcessGroup, config: RunConfig) -> dist.ProcessGroup
         made = dist.new_group(its_ranks, timeout=timeout)
         if nodes[dist.get_rank(group)] == node:
             own = made
+    assert own is not None
+    return own
+
+
+def group_for_means(mesh: DeviceMesh, config: RunConfig) -> dist.ProcessGroup:
+    """Process group of this rank's part of all replicas, for sums that are in flight for several steps. Collective over
+    all processes."""
+    timeout = timedelta(seconds=config.scale.collective_timeout_s * (1 + config.local_sgd.overlap))
+    axis = (mesh.mesh_dim_names or ()).index("replicate") if mesh.ndim > 1 else 0
+    own = None
+    for ranks in mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist():
+        made = dist.new_group(ranks, timeout=timeout, group_desc=BESIDE_TRAINING)
+        own = made if dist.get_rank() in ranks else own
     assert own is not None
     return own
 

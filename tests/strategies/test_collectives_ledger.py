@@ -89,6 +89,12 @@ BUCKETS = {"strategy.bucket_size_mib": 1e-4}
             {"all_gather", "reduce_scatter", "all_reduce", "broadcast"},
         ),
         (Classify(64), {"strategy.name": "diloco", **APART, "parallel.tensor": 2}, 4, {"all_reduce"}),
+        (
+            Classify(64),
+            {"strategy.name": "diloco", **APART, "local_sgd.fragments": 3, "local_sgd.mixing": 0.5},
+            2,
+            {"all_reduce"},
+        ),
         (Chain(64), {"strategy.name": "diloco", **APART, "parallel.pipeline": 2}, 4, {"send", "all_reduce"}),
         (
             Classify(64),
@@ -119,6 +125,7 @@ BUCKETS = {"strategy.bucket_size_mib": 1e-4}
         "local_sgd",
         "local_sgd over shards",
         "diloco over layers",
+        "diloco in fragments",
         "diloco over stages",
         "local_sgd by node",
         "diloco",

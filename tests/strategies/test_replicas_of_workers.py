@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from plain_replicas import simulated
 from small_runs import (
     Classify,
     Stepper,
@@ -15,17 +15,14 @@ from small_runs import (
     WithBatchNorm,
     largest_difference,
     make_job,
-    plain_optimizer,
     relative_differences,
     rows,
-    same_generators,
     train,
 )
 from small_transformer import SmallTransformer
 from torch import nn
 
 from scaleray.common.metric_names import CONSENSUS_DISTANCE
-from scaleray.common.seeding import seed_everything, stream_seed
 from scaleray.errors import ConfigError
 from scaleray.strategies.contract.parallel import full, known
 
@@ -43,109 +40,6 @@ DILOCO = {**LOCAL, "strategy.name": "diloco", "local_sgd.outer_momentum": 0.8}
 SHARDS = {"parallel.replicate": 2, "parallel.shard": 2}
 LAYERS = {"parallel.replicate": 2, "parallel.tensor": 2}
 STAGES = {"parallel.replicate": 2, "parallel.pipeline": 2}
-
-
-class Replica:
-    """One replica in plain torch, which takes whole batches."""
-
-    def __init__(self, workload: Any, config: Any) -> None:
-        seed_everything(stream_seed(config.seed, "model"))
-        self.workload, self.clip_norm = workload, config.optimizer.clip_norm or float("inf")
-        self.model = workload.build_model().double()
-        self.values = [p.data for p in self.model.parameters()]
-        self.optimizer = plain_optimizer(config, list(self.model.parameters()))
-
-    def gradients(self, rows: dict[str, np.ndarray]) -> tuple[float, float]:
-        """Set the gradients of the summed loss; returns it, and the count."""
-        batch = {n: torch.from_numpy(v) for n, v in rows.items()}
-        batch = {n: v.double() if v.is_floating_point() else v for n, v in batch.items()}
-        self.optimizer.zero_grad()
-        total, count = self.workload.loss(self.model, batch)
-        total.backward()
-        return total.item(), float(count)
-
-    def update(self, count: float) -> float:
-        """Take a step with the gradients divided by a count; returns their norm."""
-        for parameter in self.model.parameters():
-            assert parameter.grad is not None
-            parameter.grad /= max(count, 1)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
-        self.optimizer.step()
-        return float(norm)
-
-
-def simulated(workload: Any, flags: dict[str, Any], *, num: int = 2, workers: int = 4) -> dict[str, Any]:
-    """The training of `num` replicas of equal numbers of workers with samples, one after the other: losses and norms as
-    recorded, the mean of the replicas at the end."""
-    job, sources = make_job(workload, flags, world_size=4)
-    config, plan, own = job.config, job.train_plan(), job.config.local_sgd
-    losses, norms = [], []
-    with same_generators():
-        replicas = [Replica(workload, config) for _ in range(num)]
-    columns = [list(values) for values in zip(*(r.values for r in replicas), strict=True)]
-    anchor = [column[0].clone() for column in columns]
-    outer = torch.optim.SGD(anchor, own.outer_learning_rate, momentum=own.outer_momentum, nesterov=True)
-    for step in range(job.recipe.total_steps):
-        ranks = np.array_split(np.arange(workers), num)
-        rows = [np.concatenate([plan.rank_indices(step, int(r), workers) for r in part]) for part in ranks]
-        found = []
-        for workload.replica, (replica, own_rows) in enumerate(zip(replicas, rows, strict=True)):
-            found.append(replica.gradients(sources["train"].read(own_rows)))
-        total, count = map(sum, zip(*found, strict=True))
-        since = step + 1 - own.warmup_steps
-        if since <= 0:
-            for parameters in zip(*(r.model.parameters() for r in replicas), strict=True):
-                mean = sum(p.grad for p in parameters if p.grad is not None)
-                for p in parameters:
-                    p.grad = mean.clone()
-        counts = [count] * num if since <= 0 else [own_count for _, own_count in found]
-        first, *_ = [replica.update(own_count) for replica, own_count in zip(replicas, counts, strict=True)]
-        norms.append(first)
-        if since <= 0:
-            anchor_of(columns, anchor)
-        meets = since <= 0 or since % own.sync_every == 0
-        is_last = step + 1 == job.recipe.total_steps
-        losses.append(total / count if meets or is_last else found[0][0] / max(found[0][1], 1))
-        if since > 0 and meets:
-            synchronise(config, replicas, columns, anchor, outer)
-    mean = {
-        name: torch.stack([r.model.state_dict()[name] for r in replicas]).mean(dim=0)
-        for name, value in replicas[0].model.state_dict().items()
-        if value.is_floating_point()
-    }
-    return {"losses": losses, "norms": norms, "weights": mean}
-
-
-def anchor_of(columns: list[list[torch.Tensor]], anchor: list[torch.Tensor]) -> None:
-    for start, column in zip(anchor, columns, strict=True):
-        start.copy_(column[0])
-
-
-def synchronise(config: Any, replicas: list[Replica], columns: Any, anchor: Any, outer: Any) -> None:
-    """Average, or take an outer step, as the strategy of the config does."""
-    for start, column in zip(anchor, columns, strict=True):
-        mean = torch.stack(column).mean(dim=0)
-        start.grad = start - mean
-        for value in column:
-            value.copy_(mean)
-    if config.strategy.name == "diloco":
-        outer.step()
-        for start, column in zip(anchor, columns, strict=True):
-            for value in column:
-                value.copy_(start)
-    elif config.local_sgd.average_momentum:
-        for parameters in zip(*(r.model.parameters() for r in replicas), strict=True):
-            for key in ("exp_avg", "exp_avg_sq"):
-                states = [r.optimizer.state[p][key] for r, p in zip(replicas, parameters, strict=True)]
-                mean = torch.stack(states).mean(dim=0)
-                for state in states:
-                    state.copy_(mean)
-    for name, first in replicas[0].model.named_buffers():
-        if first.is_floating_point():
-            buffers = [dict(r.model.named_buffers())[name] for r in replicas]
-            mean = torch.stack(buffers).mean(dim=0)
-            for buffer in buffers:
-                buffer.copy_(mean)
 
 
 def assert_same(finished: Any, expected: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ NODES = {"local_sgd.sync_every": 4, "local_sgd.node_size": 2, "local_sgd.node_sy
 SHARDS = {"parallel.replicate": 2, "parallel.shard": 2}
 LAYERS = {"parallel.replicate": 2, "parallel.tensor": 2}
 STAGES = {"parallel.replicate": 2, "parallel.pipeline": 2}
+STREAMED = {"local_sgd.sync_every": 4, "local_sgd.fragments": 2, "local_sgd.overlap": 1, "local_sgd.mixing": 0.3}
 LETTERS = {"gossip.max_staleness": 2, "gossip.meet_every": 5, "deterministic": True}
 TRAININGS = [
     ("ddp", 2, rows(Classify, **EVALUATED), {**CLIPPED, **AVERAGED, "optimizer.weight_decay": 0.1}),
@@ -41,6 +42,8 @@ TRAININGS = [
     ("diloco", 4, rows(WithDropout, **EVALUATED), {**SHARDS, "strategy.name": "diloco", "local_sgd.sync_every": 3}),
     ("diloco", 4, rows(WithBatchNorm, **EVALUATED), {**LAYERS, "strategy.name": "diloco", "local_sgd.sync_every": 3}),
     ("local_sgd", 4, rows(SmallTransformer), {**STAGES, "strategy.name": "local_sgd", "local_sgd.sync_every": 3}),
+    ("diloco", 2, rows(WithBatchNorm, **EVALUATED), STREAMED),
+    ("diloco", 4, rows(Classify, **EVALUATED), {**STREAMED, **SHARDS, **CLIPPED, "strategy.name": "diloco"}),
     ("gossip", 4, rows(Classify, **EVALUATED), CLIPPED),
     ("gossip", 2, rows(Classify, **EVALUATED), {**LETTERS, "gossip.is_asynchronous": True}),
     ("async_sgd", 2, rows(Classify, **EVALUATED), {**LETTERS, **CLIPPED}),

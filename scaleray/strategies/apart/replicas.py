@@ -72,13 +72,49 @@ class Replicas:
         return {} if measured is None else {CONSENSUS_DISTANCE.name: lambda: _distance(measured)}
 
     def average(
-        self, *, group: dist.ProcessGroup | None = None, with_momentum: bool = False, measures: bool = True
+        self,
+        tensors: Sequence[torch.Tensor] | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        with_momentum: bool = False,
+        measures: bool = True,
     ) -> None:
-        """Replace trained parameters and buffers by their mean over `group`, by default all replicas; if it is all of
-        them, the consensus distance is measured just before. with_momentum: average the optimizer's state too."""
-        self._average(self.moving(), group or self.group, measures=measures and group is None)
+        """Replace tensors, by default trained parameters and buffers, by their mean over `group`, by default all
+        replicas; if it is all of them, the consensus distance is measured just before. with_momentum: average the
+        optimizer's state too."""
+        moving = self.moving() if tensors is None else tensors
+        self._average(moving, group or self.group, measures=measures and group is None)
         if with_momentum:
             self._average_optimizer(group or self.group)
+
+    @torch.no_grad()
+    def begin_mean(
+        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup
+    ) -> Callable[[], list[torch.Tensor]]:
+        """Start to average values of trained parameters over `group`, of the ranks of this one, while training
+        continues. Returns a function that waits for the means of this rank's parts, and measures their
+        distance."""
+        own = [local(parameter.detach()).clone() for parameter in parameters]
+        means = [value.to(torch.promote_types(value.dtype, torch.float32), copy=True) for value in own]
+        entry = self.sent.entry("exchanges", self.size, ALL_REDUCE)
+        works = []
+        for bucket in self._buckets(means):
+            flat = torch.cat([mean.reshape(-1) for mean in bucket])
+            entry.add(flat)
+            works.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
+
+        @torch.no_grad()
+        def finish() -> list[torch.Tensor]:
+            for bucket, flat, work in works:
+                work.wait()
+                self.fill(bucket, flat.div_(self.size))
+            totals = torch.zeros(2, dtype=torch.float64, device=self._device)
+            for parameter, value, mean in zip(parameters, own, means, strict=True):
+                self._add_distance(totals, value, mean, self._copies[id(parameter)])
+            self._measure(totals, group)
+            return [mean.to(value.dtype) for mean, value in zip(means, own, strict=True)]
+
+        return finish
 
     def average_gradients(self) -> None:
         """Replace gradients by their mean; those that only some replicas have are zero in the others."""
@@ -220,15 +256,23 @@ class Replicas:
             sizes = [tensor.numel() for tensor in bucket]
             for tensor, new, old in zip(bucket, mean.split(sizes), own.split(sizes), strict=True):
                 if id(tensor) in copies:
-                    totals[0] += (old - new).abs().double().square().sum() / copies[id(tensor)]
-                    totals[1] += new.abs().double().square().sum() / copies[id(tensor)]
+                    self._add_distance(totals, old, new, copies[id(tensor)])
                 if not keeps:
                     tensor.copy_(new.view_as(tensor))
         if measures:
-            dist.all_reduce(totals, group=group)  # all ranks add the same norm: its sum is `size` times as large
-            if self.whole is not None:
-                dist.all_reduce(totals, group=self.whole)
-            self._measured = Later(totals)
+            self._measure(totals, group)
+
+    @staticmethod
+    def _add_distance(totals: torch.Tensor, own: torch.Tensor, mean: torch.Tensor, copies: int) -> None:
+        """Add a tensor to the squared distance and norm in `totals`. copies: ranks of a replica that do so."""
+        totals[0] += (own - mean).abs().double().square().sum() / copies
+        totals[1] += mean.abs().double().square().sum() / copies
+
+    def _measure(self, totals: torch.Tensor, group: dist.ProcessGroup) -> None:
+        dist.all_reduce(totals, group=group)  # all ranks add the same norm: its sum is `size` times as large
+        if self.whole is not None:
+            dist.all_reduce(totals, group=self.whole)
+        self._measured = Later(totals)
 
     @property
     def _device(self) -> torch.device:

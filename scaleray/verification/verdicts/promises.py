@@ -15,6 +15,7 @@ import numpy as np
 from scaleray.config import RunConfig
 from scaleray.records.certificate import Divergence
 from scaleray.strategies.apart.graphs import mixing_matrix
+from scaleray.strategies.diloco import fragments
 from scaleray.verification.traces.run_trace import StepTrace, Trace
 
 Groups = list[list[int]]
@@ -152,6 +153,11 @@ def _averages_after(config: RunConfig, step: int) -> bool:
     return since <= 0 or since % config.local_sgd.sync_every == 0
 
 
+def _agrees_after(config: RunConfig, step: int) -> bool:
+    """Whether all replicas have the same parameters after a step of DiLoCo."""
+    return step <= config.local_sgd.warmup_steps or (not config.local_sgd.streams and _averages_after(config, step))
+
+
 def _averages_within_nodes_after(config: RunConfig, step: int) -> bool:
     since, every = step - config.local_sgd.warmup_steps, config.local_sgd.node_sync_every
     return every is not None and since > 0 and since % every == 0
@@ -209,10 +215,6 @@ def _within(groups: Groups, updated: np.ndarray) -> np.ndarray:
     return due
 
 
-def _alike(mean: np.ndarray, ranks: int) -> np.ndarray:
-    return np.broadcast_to(mean, (ranks, *mean.shape))
-
-
 def _local_sgd(trace: Trace, config: RunConfig) -> Iterator[tuple[int, np.ndarray]]:
     for step, machines, updated in _local_steps(trace, config):
         yield step.step, _within(_averaged(config, step.step, machines), updated)
@@ -221,19 +223,29 @@ def _local_sgd(trace: Trace, config: RunConfig) -> Iterator[tuple[int, np.ndarra
 def _diloco(trace: Trace, config: RunConfig) -> Iterator[tuple[int, np.ndarray]]:
     settings = config.local_sgd
     anchor = momentum = np.zeros(0)
+    cut = fragments(trace.names, settings)
+    fragment_of = np.array([cut[name] for name in trace.names])
+    under_way: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # parameters and their mean, by the step that began it
     begins = {max(1, settings.warmup_steps + 1), (trace.restored.step if trace.restored else 0) + 1}
     for step, machines, updated in _local_steps(trace, config):
         if step.step in begins:  # a resume on other workers begins anew, at the mean
             assert step.replicas is not None
             anchor = step.replicas.before[:, :, 1:].mean(axis=0)
             momentum = np.zeros_like(anchor)
-        if _averages_after(config, step.step):
-            moved = anchor - updated.mean(axis=0)
-            momentum = settings.outer_momentum * momentum + moved
-            anchor = anchor - settings.outer_learning_rate * (moved + settings.outer_momentum * momentum)
-            yield step.step, _alike(anchor, len(updated))
-        else:
-            yield step.step, _within(_averaged(config, step.step, machines), updated)
+            under_way.clear()
+        since = step.step - settings.warmup_steps
+        if since % settings.fragment_every == 0:
+            own = fragment_of == (since // settings.fragment_every - 1) % settings.fragments
+            under_way[since] = own, updated[:, own].mean(axis=0)
+        groups = _each_alone(machines) if _averages_after(config, step.step) else None
+        due = _within(groups or _averaged(config, step.step, machines), updated)
+        if since - settings.overlap in under_way:
+            own, mean = under_way.pop(since - settings.overlap)
+            moved = anchor[own] - mean
+            momentum[own] = settings.outer_momentum * momentum[own] + moved
+            anchor[own] -= settings.outer_learning_rate * (moved + settings.outer_momentum * momentum[own])
+            due[:, own] = settings.mixing * updated[:, own] + (1 - settings.mixing) * anchor[own]
+        yield step.step, due
 
 
 def _gossip(trace: Trace, config: RunConfig) -> Iterator[tuple[int, np.ndarray]]:
@@ -346,7 +358,7 @@ PROMISES = {
         False, _SAME_COURSE,
         "replicas train apart between outer steps: same start, rows and learning rates, "
         "and the outer optimizer's steps",
-        lambda config: config.local_sgd.warmup_steps, _averages_after, law=_diloco,
+        lambda config: config.local_sgd.warmup_steps, _agrees_after, law=_diloco,
         buffers=_averaged_buffers, mean=_mean_of_replicas,
     ),
     "gossip": Promise(
