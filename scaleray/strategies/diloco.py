@@ -47,28 +47,24 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     members = [[i for i, name in enumerate(names) if fragment_of[name] == f] for f in range(settings.fragments)]
     under_way: list[InFlight] = []
 
+    def parts(fragment: int) -> list[torch.Tensor]:
+        return [local(trained[i].detach()) for i in members[fragment]]
+
     @torch.no_grad()
-    def outer_step(fragment: int, means: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
-        """Move the anchor of a fragment, and then its values. own: these before they were averaged."""
-        start, moved, values = (
-            [of[i] for i in members[fragment]]
-            for of in (anchor, momentum, [local(parameter.detach()) for parameter in trained])
-        )
-        if not start:
+    def outer_step(fragment: int, means: list[torch.Tensor], own: list[torch.Tensor]) -> None:
+        """Move the anchor of a fragment, and set its values. own: these before they were averaged."""
+        if not (start := [anchor[i] for i in members[fragment]]):
             return
+        moved = [momentum[i] for i in members[fragment]]
         outer_gradient = [begin - mean for begin, mean in zip(start, means, strict=True)]
         torch._foreach_mul_(moved, settings.outer_momentum)
         torch._foreach_add_(moved, outer_gradient)
         torch._foreach_add_(outer_gradient, moved, alpha=settings.outer_momentum)  # Nesterov, as torch.optim.SGD has it
         torch._foreach_add_(start, outer_gradient, alpha=-settings.outer_learning_rate)
         if settings.mixing:
-            mixed = torch._foreach_mul(own, settings.mixing)
-            torch._foreach_add_(mixed, start, alpha=1 - settings.mixing)
-            start = list(mixed)
-        torch._foreach_copy_(values, start)
-
-    def parts(fragment: int) -> list[torch.Tensor]:
-        return [local(trained[i].detach()) for i in members[fragment]]
+            start = list(torch._foreach_mul(start, 1 - settings.mixing))
+            torch._foreach_add_(start, own, alpha=settings.mixing)
+        torch._foreach_copy_(parts(fragment), start)
 
     def after_local(since: int) -> None:
         """Begin with the fragment whose turn it is, and take the outer step of the one that is due."""
@@ -76,8 +72,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
             fragment = (since // settings.fragment_every - 1) % settings.fragments
             own = [trained[i] for i in members[fragment]]
             buffers = apart.replicas.moving()[len(trained) :] if fragment == settings.fragments - 1 else []
-            if settings.overlap:
-                assert apart.own_group is not None
+            if apart.own_group is not None:
                 under_way.append(InFlight(fragment, since, apart.replicas.begin_mean(own, apart.own_group)))
                 apart.replicas.average(buffers, measures=False)
             else:

@@ -84,7 +84,7 @@ class TrainingApart:
         after_local: Callable[[int], None],
         synchronise_node: Callable[[dist.ProcessGroup], None],
         begin: Callable[[], None] = lambda: None,
-        wait: Callable[[], None] = lambda: None,
+        wait: Callable[[], object] = lambda: None,
         state: Callable[[], Tensors] = dict,
         load_state: Callable[[Tensors], None] = lambda state: None,
     ) -> Parallel:

@@ -94,25 +94,27 @@ class Replicas:
         """Start to average values of trained parameters over `group`, of the ranks of this one, while training
         continues. Returns a function that waits for the means of this rank's parts, and measures their
         distance."""
-        own = [local(parameter.detach()).clone() for parameter in parameters]
-        means = [value.to(torch.promote_types(value.dtype, torch.float32), copy=True) for value in own]
+        parts = [local(parameter.detach()) for parameter in parameters]
+        copies = {id(part): self._copies[id(p)] for part, p in zip(parts, parameters, strict=True)}
         entry = self.sent.entry("exchanges", self.size, ALL_REDUCE)
-        works = []
-        for bucket in self._buckets(means):
-            flat = torch.cat([mean.reshape(-1) for mean in bucket])
-            entry.add(flat)
-            works.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
+        under_way = []
+        for bucket in self._buckets(parts):
+            own = self.flat(bucket)
+            mean = own.clone()
+            entry.add(mean)
+            under_way.append((bucket, own, mean, dist.all_reduce(mean, group=group, async_op=True)))
 
         @torch.no_grad()
         def finish() -> list[torch.Tensor]:
-            for bucket, flat, work in works:
+            totals, found = torch.zeros(2, dtype=torch.float64, device=self._device), {}
+            for bucket, own, mean, work in under_way:
                 work.wait()
-                self.fill(bucket, flat.div_(self.size))
-            totals = torch.zeros(2, dtype=torch.float64, device=self._device)
-            for parameter, value, mean in zip(parameters, own, means, strict=True):
-                self._add_distance(totals, value, mean, self._copies[id(parameter)])
+                sizes = [part.numel() for part in bucket]
+                for part, old, new in zip(bucket, own.split(sizes), mean.div_(self.size).split(sizes), strict=True):
+                    self._add_distance(totals, old, new, copies[id(part)])
+                    found[id(part)] = new.view_as(part).to(part.dtype)
             self._measure(totals, group)
-            return [mean.to(value.dtype) for mean, value in zip(means, own, strict=True)]
+            return [found[id(part)] for part in parts]
 
         return finish
 
