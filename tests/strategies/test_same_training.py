@@ -41,7 +41,7 @@ TRAININGS = [
     ("local_sgd", 4, rows(WithBatchNorm, **EVALUATED), {**SHARDS, "strategy.name": "local_sgd", "local_sgd.sync_every": 3}),
     ("diloco", 4, rows(WithDropout, **EVALUATED), {**SHARDS, "strategy.name": "diloco", "local_sgd.sync_every": 3}),
     ("diloco", 4, rows(WithBatchNorm, **EVALUATED), {**LAYERS, "strategy.name": "diloco", "local_sgd.sync_every": 3}),
-    ("local_sgd", 4, rows(SmallTransformer), {**STAGES, "strategy.name": "local_sgd", "local_sgd.sync_every": 3}),
+    ("local_sgd", 4, rows(SmallTransformer, num_val=6), {**STAGES, "strategy.name": "local_sgd", "local_sgd.sync_every": 3}),
     ("diloco", 2, rows(WithBatchNorm, **EVALUATED), STREAMED),
     ("diloco", 4, rows(Classify, **EVALUATED), {**STREAMED, **SHARDS, **CLIPPED, "strategy.name": "diloco"}),
     ("gossip", 4, rows(Classify, **EVALUATED), CLIPPED),

@@ -175,9 +175,8 @@ def with_norms_of(restored: Restored, saved: Restored, mean: np.ndarray | None) 
 
 def mean_of(everyone: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The mean of all replicas' tensors by name; for whole numbers, the first replica's."""
+    held = {name: [theirs[name] for theirs in everyone if name in theirs] for own in everyone for name in own}
     return {
-        name: torch.stack([theirs[name] for theirs in everyone]).mean(dim=0)
-        if value.is_floating_point() or value.is_complex()
-        else value
-        for name, value in everyone[0].items()
+        name: torch.stack(values).mean(dim=0) if values[0].is_floating_point() or values[0].is_complex() else values[0]
+        for name, values in held.items()
     }
