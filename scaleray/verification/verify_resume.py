@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from scaleray.config import RunConfig
 from scaleray.data import TRAIN
 from scaleray.data.source_interface import Source
 from scaleray.errors import ConfigError
+from scaleray.launch.cluster.lean_node import variables
 from scaleray.launch.workers.gloo import gloo_processes
 from scaleray.launch.workers.loaded_workload import ship_user_code
 from scaleray.launch.workers.ray_train import fit_group
@@ -24,6 +26,9 @@ from scaleray.verification.interrupted_runs import Interruption, interruption_jo
 from scaleray.verification.preparation import Verification, prepared
 from scaleray.verification.verification_plan import Plan
 from scaleray.verification.verify_options import VerifyOptions
+
+CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+"""Variable of torch. At "ERROR", DDP does not warn of the search for unused parameters, which keeps its buckets."""
 
 
 def verify_resumes(
@@ -116,9 +121,11 @@ def _outcomes(todo: list[Interruption], verification: Verification, path: str) -
     workload, train = verification.workload, {TRAIN: verification.sources[TRAIN]}
     if verification.options.local:
         timeout_s = verification.config.scale.collective_timeout_s
-        with gloo_processes(
-            max(i.world_size for i in todo), verification.code, timeout_s=timeout_s, watched_in=path
-        ) as processes:
+        world_size = max(i.world_size for i in todo)
+        with (
+            variables({CPP_LOG_LEVEL: os.environ.get(CPP_LOG_LEVEL, "ERROR")}),
+            gloo_processes(world_size, verification.code, timeout_s=timeout_s, watched_in=path) as processes,
+        ):
             for interruption in todo:
                 yield processes.run(interruption.world_size, resume_here, interruption, train, workload=workload)
         return

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -85,6 +87,13 @@ def test_a_pass_says_that_callbacks_may_change_more_after_the_compared_steps(kin
     assert code == 0, err
     reach = "; 4 steps were compared, and callbacks may change more in later ones: see --steps"
     assert json.loads(out)["verdict"].endswith(reach) and reach in err
+
+
+@pytest.mark.combination
+def test_a_resume_is_verified_without_warnings_of_torch(folder):
+    words = [sys.executable, "-m", "scaleray", "verify", "-c", "run.yaml", "--local", "--resume", "--steps", "4"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=300)
+    assert "ddp x 2" in done.stdout and "find_unused_parameters" not in done.stdout + done.stderr
 
 
 def test_a_correct_training_passes_and_prints_its_certificate(folder, capsys):
