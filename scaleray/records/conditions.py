@@ -102,7 +102,8 @@ def _topology(record: RunRecord) -> dict[str, Any]:
     per_node = Counter(str(worker.get("node")) for worker in workers)
     return {
         "workers": record.workers,
-        "nodes": _kinds(nodes, leave_out=("node",)),
+        # without Ray, nothing but a node's name is recorded
+        "nodes": [kind.removesuffix(" x ") for kind in _kinds(nodes, leave_out=("node",))],
         "kinds of workers": _kinds(workers, leave_out=("node", "rank")),
         "workers on a node": sorted(per_node.values(), reverse=True),
     }

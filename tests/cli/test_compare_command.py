@@ -190,6 +190,9 @@ def test_differences_are_named_by_key_with_every_value(tmp_path, capsys):
     assert found["config", "new.key"] == ["missing", 1]
     assert found["topology", "nodes"] == [["1 x cpus 4.0, gpus 0"], ["1 x cpus 4.0, gpus 0", "1 x cpus 8.0, gpus 0"]]
     assert len(found) == 3
+    local = training(tmp_path, "local", environment={**ENVIRONMENT, "topology": [{"node": "10.0.0.1"}]})
+    (nodes,) = compared(capsys, first, local)["differences"]
+    assert nodes["values"] == [["1 x cpus 4.0, gpus 0"], ["1"]]
 
 
 def test_the_first_step_whose_loss_differs_is_named(tmp_path, capsys):

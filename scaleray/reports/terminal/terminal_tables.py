@@ -38,7 +38,8 @@ def as_rich(table: Table, *, width: int, styles: Sequence[str] = ()) -> Renderab
         (below, _whole_widths(table, below), 2),
         *((below, _least_widths(table, below), air) for air in (2, 1)),
     ]
-    cells, widths, air = next((way for way in ways if _total(way[1], every, way[2]) <= width), ways[-1])
+    folded = (below, _least_widths(table, below, longest_word=NARROWEST_WORDS), 1)
+    cells, widths, air = next((way for way in [*ways, folded] if _total(way[1], every, way[2]) <= width), ways[-1])
     made: list[RenderableType] = []
     for number, block in enumerate(_blocks(widths, air, width)):
         title = table.title if not number else f"{table.title}, continued" if table.title else ""
@@ -84,11 +85,13 @@ def _whole_widths(table: Table, cells: Sequence[Sequence[str]]) -> list[int]:
     return [max(_widest(cells, n), _longest_word(column)) for n, column in enumerate(table.columns)]
 
 
-def _least_widths(table: Table, cells: Sequence[Sequence[str]]) -> list[int]:
-    """Widths of columns with words wrapped to as few characters as can be read."""
+def _least_widths(table: Table, cells: Sequence[Sequence[str]], longest_word: int | None = None) -> list[int]:
+    """Widths of columns with words wrapped to as few characters as can be read. longest_word: characters above which
+    a word is folded."""
     found = []
     for n, column in enumerate(table.columns):
         words = max((_longest_word(row[n]) for row in cells), default=0)
+        words = words if longest_word is None else min(words, longest_word)
         least = max(words, min(NARROWEST_WORDS, _widest(cells, n))) if table.is_text(n) else _widest(cells, n)
         found.append(max(least, _longest_word(column)))
     return found

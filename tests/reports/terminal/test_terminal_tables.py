@@ -79,6 +79,13 @@ def test_a_column_that_has_no_room_stands_below_beside_the_first_one():
     assert "Figures, continued" in "\n".join(lines)
 
 
+def test_values_to_compare_are_side_by_side_however_long_their_words():
+    values = ("df0f18584f1db5250f24775acbdda4b1aac17f39", "d74545ed739593a53e1af4bc852d2d19c4948ffc")
+    table = Table("Differences", ("of", "key", "A", "B"), (("code", "git.diff_sha256", *values),), has_words=True)
+    first, *_ = [line.split() for line in printed(as_rich(table, width=80), 80).splitlines() if "code" in line]
+    assert all(value.startswith(piece) for value, piece in zip(values, first[2:], strict=True))
+
+
 def test_intervals_stand_beside_their_values_where_there_is_room_and_else_below():
     (table,) = study_tables(study_examples.study(modes=("strong",)), is_brief=True)
     assert "5.87\u20136.23" in printed(as_rich(table, width=80), 80)
