@@ -93,7 +93,7 @@ def _least_widths(table: Table, cells: Sequence[Sequence[str]], longest_word: in
         words = max((_longest_word(row[n]) for row in cells), default=0)
         words = words if longest_word is None else min(words, longest_word)
         least = max(words, min(NARROWEST_WORDS, _widest(cells, n))) if table.is_text(n) else _widest(cells, n)
-        found.append(max(least, _longest_word(column)))
+        found.append(max(least, _longest_word(column.replace("-", "- "))))
     return found
 
 
