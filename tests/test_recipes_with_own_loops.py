@@ -125,4 +125,5 @@ def test_two_workers_with_accumulation_reach_what_a_plain_loop_does_over_three_s
     metric, allowed = COMPARED[name][2:]
     plain = [in_a_plain_loop(name, seed) for seed in range(3)]
     ours = [gloo.run(2, in_two_parts, name, seed)[0].evaluations[-1].metrics[metric] for seed in range(3)]
+    print(name, ours, plain, flush=True)
     assert np.mean(ours) == pytest.approx(np.mean(plain), rel=allowed), (ours, plain)

@@ -74,7 +74,7 @@ def run_page(
         learning.append(_line("grad-norm", "Gradient norm", rows, "grad_norm", "gradient norm before clipping"))
     if rows:
         learning.append(_line("learning-rate", "Learning rate", rows, "learning_rate", "learning rate", smooth=False))
-    speed = [_step_times(rows), _throughput(rows)] if rows else []
+    speed = [_step_times(rows, record.step_time_s), _throughput(rows)] if rows else []
     held = [_memory(record)] if any(record.memory) or any(record.peak_memory_bytes) else []
     sections = [
         Section("Learning", words=left_out, drawings=learning),
@@ -212,10 +212,11 @@ def _evaluations(metric: str, at: Sequence[tuple[int, float]]) -> Drawing:
     )
 
 
-def _step_times(rows: Sequence[Mapping[str, float]]) -> Drawing:
+def _step_times(rows: Sequence[Mapping[str, float]], median_s: float | None) -> Drawing:
+    """Step times with their median, that of the run's record if it has one."""
     times = [(row["step"], 1e3 * row["step_time_s"], 1e3 * row["input_wait_s"]) for row in rows]
     few = thinned(times, MOST_POINTS)
-    middle = statistics.median(t for _, t, _ in times)
+    middle = statistics.median(t for _, t, _ in times) if median_s is None else 1e3 * median_s
     waited = statistics.median(w for *_, w in times)
     highest = sorted(t for _, t, _ in times)[max(0, math.ceil(0.99 * len(times)) - 1)]
     top = max(1.15 * highest, 1.3 * middle)  # a hiccup must not flatten all others

@@ -97,7 +97,8 @@ class Verdict:
         if self.primary.evidence:
             words.append(f"why: {self.primary.evidence}")
         if self.steps:
-            words.append(f"{self.confidence}: based on {self.steps} steps of {seconds(self.step_s)}")
+            mean = f"{seconds(self.step_s)} on average, evaluations and checkpoints included"
+            words.append(f"{self.confidence}: based on {self.steps} steps, {mean}")
         return [*words, *(f"also: {_in_short(one)}" for one in self.others), *(f"unknown: {n}" for n in self.notes)]
 
 

@@ -53,6 +53,13 @@ def test_the_page_of_a_training_begins_with_the_metric_that_it_is_judged_by():
     assert run_page(dataclasses.replace(record, metrics={}), rows=[], evaluations={}).figures[0].label == "Final loss"
 
 
+def test_the_figure_of_step_times_has_the_median_of_the_record():
+    record = study_examples.run_record(step_time_s=0.0117)
+    page = run_page(record, rows=step_rows(study_examples.steps_csv(300)), evaluations={})
+    (drawing,) = [one for one in page.drawings if one.name == "step-times"]
+    assert "median 11.7 ms" in drawing.svg
+
+
 def test_a_failed_training_says_why_in_its_headline():
     verdict = "rank 1 on node 10.0.0.7 died in step 12: the kernel killed it, as the node had no memory left for it"
     headline = run_page(study_examples.run_record(status="FAILED", verdict=verdict), rows=[], evaluations={}).headline
