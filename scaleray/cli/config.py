@@ -62,6 +62,8 @@ def show(
             if isinstance(value, tuple)
             else f"{value:.6g}"
             if isinstance(value, float)
+            else ", ".join(f"{key} {n}" for key, n in value.items() if n > 1) or "1 each"
+            if isinstance(value, dict)
             else str(value)
         )
         print(f"# {name:<{width}}  {text:<12}  {explanations.get(name, '')}")

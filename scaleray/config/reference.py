@@ -158,7 +158,7 @@ def unlike_torch(config: RunConfig) -> list[str]:
     """One sentence for each optimizer key whose default in scaleray differs from torch's."""
     settings = config.optimizer
     return [
-        f"optimizer.{name} is {yaml_word(ours)}, the default of scaleray; that of torch's {title} is {theirs}"
+        f"optimizer.{name} is {yaml_word(ours)} by default; in torch's {title} it is {theirs}"
         for optimizer, title, name, theirs in TORCH_DEFAULTS
         if settings.name == optimizer and getattr(settings, name) == (ours := type(settings).model_fields[name].default)
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -91,11 +92,11 @@ def test_a_config_is_shown_by_what_differs_from_the_defaults(tmp_path, capsys):
         "stop": {"after": "1 epochs"},
         "seed": 3,
     }
-    assert "optimizer.weight_decay is 0.0, the default of scaleray; that of torch's AdamW is 0.01" in short
+    assert "optimizer.weight_decay is 0.0 by default; in torch's AdamW it is 0.01" in short
     assert run_command(["config", "show", "-c", str(file), "--no-data", "--all", "--optimizer.name", "sgd"]) == 0
     whole = capsys.readouterr().out
     assert set(yaml.safe_load(whole)) == {key.partition(".")[0] for key in known_keys()}
-    assert "optimizer.momentum is 0.9, the default of scaleray; that of torch's SGD is 0.0" in whole
+    assert "optimizer.momentum is 0.9 by default; in torch's SGD it is 0.0" in whole
 
 
 def test_adam_is_adamw_without_decay():
@@ -103,3 +104,11 @@ def test_adam_is_adamw_without_decay():
     assert load_config(flags=given).optimizer.name == "adamw"
     with pytest.raises(ConfigError, match="adam has no decoupled weight decay"):
         load_config(flags={**given, "optimizer.weight_decay": 0.1})
+
+
+def test_derived_values_fit_a_terminal_of_80_columns(capsys):
+    file = Path(__file__).parents[2] / "jobs/digits.yaml"
+    assert run_command(["config", "show", "-c", str(file), "--scale.workers", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "degrees                      replicate 2 " in shown
+    assert max(map(len, shown.splitlines())) <= 80

@@ -61,7 +61,7 @@ def degrees_on(config: RunConfig, workers: int, why: dict[str, str]) -> Degrees:
     found = config.degrees(workers)
     if config.scale.is_elastic and (found.model > 1 or (found.replicate > 1 and found.shard > 1)):
         raise ConfigError("scale.workers", str(config.scale.workers), f"with {found.text()} the number is fixed")
-    why["degrees"] = f"strategy.name {config.strategy.name} and parallel, {quantity(workers, 'worker')}"
+    why["degrees"] = f"strategy and parallel, {quantity(workers, 'worker')}"
     return found
 
 
@@ -86,7 +86,7 @@ def cut_batch(
     if config.scale.is_elastic or varies:  # shares may be uneven: sums and counts keep that exact
         per_worker = math.ceil(global_batch_size / workers)
         micro_size = given or math.ceil(global_batch_size / config.scale.max_workers)
-        why["per_worker_batch_size"] = f"{global_batch_size} / {workers} workers, at most"
+        why["per_worker_batch_size"] = f"{global_batch_size} / {quantity(workers, 'worker')}, at most"
         why.setdefault("micro_batch_size", "batch.micro_size" if given else "the share at most workers")
         why["accumulation_steps"] = f"{per_worker} per worker / {micro_size}"
         return per_worker, micro_size, math.ceil(per_worker / micro_size)
@@ -98,7 +98,7 @@ def cut_batch(
             "batch.global_size", size, f"{workers} workers need a multiple of {multiple} {unit}", f"nearest: {near}"
         )
     per_worker = global_batch_size // workers
-    why["per_worker_batch_size"] = f"{global_batch_size} / {workers} workers"
+    why["per_worker_batch_size"] = f"{global_batch_size} / {quantity(workers, 'worker')}"
     asked, a_sample = config.batch.micro_size, data.tokens_per_sample or 1 if config.batch.unit == "tokens" else 1
     if asked is not None and (asked % a_sample or per_worker % (asked // a_sample)):
         divisors = (
