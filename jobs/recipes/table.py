@@ -3,6 +3,7 @@
     python jobs/recipes/write_data.py            # the data of some
     python jobs/recipes/table.py [NAME ...]      # all, or these; what is known of the others stays
 
+`seeds` in results.json, qualities of a plain loop and of scaleray, are what the slow tests of the recipes print (`pytest -s`).
 Lines are those of the workload, without blank lines, comments, docstrings and imports; the model's own file is not counted.
 """
 
@@ -10,8 +11,10 @@ from __future__ import annotations
 
 import ast
 import json
+import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,6 +145,8 @@ def table(results: dict[str, Any]) -> str:
         "2 workers against one process, float64",
         "quality on 1 worker",
         "on 2 workers",
+        "plain loop, seeds 0, 1, 2",
+        "scaleray, the same seeds",
     ]
     rows = [head, ["---"] * len(head)]
     for recipe in RECIPES:
@@ -160,8 +165,13 @@ def table(results: dict[str, Any]) -> str:
             for w in ("1", "2")
         ]
         rows.append([f"[{recipe.what}](../jobs/recipes/{recipe.name}.yaml)", str(lines) if lines else "a config alone",
-                     recipe.obstacles, distance, *quality])  # fmt: skip
+                     recipe.obstacles, distance, *quality, *map(over_seeds, found.get("seeds", ((), ())))])  # fmt: skip
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def over_seeds(values: Sequence[float]) -> str:
+    """Mean of the values, and each of them."""
+    return f"{statistics.mean(values):.4g} ({', '.join(f'{value:.4g}' for value in values)})" if values else ""
 
 
 def main(names: list[str]) -> None:
@@ -174,7 +184,8 @@ def main(names: list[str]) -> None:
             print(exc)
             continue
         print(f"  {found}", flush=True)
-        results = {**read_results(), name: found}  # others may be measured at the same time
+        results = read_results()  # others may be measured at the same time
+        results[name] = {**results.get(name, {}), **found}
         RESULTS.write_text(json.dumps({n: results[n] for n in known if n in results}, indent=2) + "\n")
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n{table(read_results())}\n{END}{rest.partition(END)[2]}")
