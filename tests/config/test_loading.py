@@ -355,7 +355,7 @@ CHANGES = {
     "fsdp.build_gib": 1, "parallel.tensor": 4, "parallel.context": 2, "parallel.expert": 2, "context.exchange": "ring", "tensor.sequence_parallel": False, "parallel.pipeline": 4, "pipeline.schedule": "gpipe",
     "pipeline.split": "measured", "parallel.shard": "auto", "local_sgd.sync_every": 2,
     "local_sgd.warmup_steps": 2, "local_sgd.node_sync_every": 2, "local_sgd.average_momentum": False,
-    "local_sgd.outer_learning_rate": 1, "local_sgd.outer_momentum": 0.5, "gossip.graph": "ring", "gossip.is_asynchronous": True,
+    "local_sgd.outer_learning_rate": 1, "local_sgd.outer_momentum": 0.5, "local_sgd.fragments": 2, "local_sgd.overlap": 1, "local_sgd.mixing": 0.5, "gossip.graph": "ring", "gossip.is_asynchronous": True,
     "gossip.max_staleness": 1, "gossip.meet_every": 5, "compression.name": "int8",
     "averaging.decay": 0.99, "averaging.every": 3, "stop.watch": "val/loss min",
     "shares.by": "speed", "shares.measure_every": 5, "shares.smallest": 0.5,
