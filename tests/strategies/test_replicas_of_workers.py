@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from plain_replicas import simulated
+from planted_edits import Planted, spoiled
+from planted_in_gradients import rows as samples
+from planted_mistakes import judge
 from small_runs import (
     Classify,
     Stepper,
@@ -218,3 +222,17 @@ def weights_at(place, workload, flags, step):
 def test_what_replicas_of_workers_cannot_do_is_refused_with_the_reason(more, says):
     with pytest.raises(ConfigError, match=says):
         make_job(Classify(), {**LOCAL, **more}, world_size=4)
+
+
+def judged_with(place, field, change, flags):
+    with spoiled("diloco", lambda parallel, **_: dataclasses.replace(parallel, **{field: change})):
+        training = Planted("", "", "", "", lambda: None, "diloco", 4, samples(Classify), flags)
+        return judge(place, training, steps=8, accumulation=[1])
+
+
+@pytest.mark.parametrize("field", ["local_divisor", "local_group"])
+def test_verify_finds_local_steps_that_are_not_those_of_the_whole_replica(gloo, field):
+    change = {"local_divisor": 1, "local_group": None}[field]
+    flags = {**SHARDS, "strategy.name": "diloco", "local_sgd.sync_every": 3}
+    (outcome,) = gloo.run(4, judged_with, field, change, flags)[0]
+    assert outcome.verdict == "differs"

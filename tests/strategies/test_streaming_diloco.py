@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from plain_replicas import simulated
+from planted_by_a_reader import configured_otherwise
+from planted_edits import Planted
+from planted_in_gradients import rows
+from planted_mistakes import judge
 from small_runs import Classify, Tokens, largest_difference, make_job, relative_differences, train
 from small_transformer import SmallTransformer
 from torch import nn
@@ -126,3 +130,16 @@ def test_under_local_sgd_they_have_no_effect(gloo):
     finished = gloo.run(2, train, Classify(), {**FLAGS, **OVERLAP, "strategy.name": "local_sgd"})[0]
     for key in ("fragments", "overlap"):
         assert f"local_sgd.{key} has no effect with strategy local_sgd" in finished.events
+
+
+def judged_with(place, change, flags):
+    with configured_otherwise("diloco", "local_sgd", lambda settings: change):
+        training = Planted("", "", "", "", lambda: None, "diloco", 2, rows(Classify), flags)
+        return judge(place, training, steps=8, accumulation=[1])
+
+
+@pytest.mark.parametrize("change", [{"mixing": 0.0}, {"overlap": 0}, {"fragments": 1}], ids=str)
+def test_verify_finds_fragments_that_are_not_those_of_the_config(gloo, change):
+    flags = {"local_sgd.sync_every": 4, "local_sgd.fragments": 2, **OVERLAP, **MIXING}
+    (outcome,) = gloo.run(2, judged_with, change, flags)[0]
+    assert outcome.verdict == "differs"
