@@ -120,8 +120,10 @@ def plain_steps(workload, model, flags, batches):
 
 
 @pytest.mark.combination
-def test_each_step_of_the_t5_is_that_of_a_plain_loop(data):
-    workload, flags = recipe_of("t5_names")
+@pytest.mark.filterwarnings("ignore:initialised at random")
+@pytest.mark.parametrize("name", ["t5_names", "lora_classes"])
+def test_each_step_is_that_of_a_plain_loop(data, name):
+    workload, flags = recipe_of(name)
     flags = {**flags, "schedule.warmup": "4 steps", "stop.after": "12 steps", "evaluation.every": None}
     run, plan = train_alone(workload, flags), make_job(workload, flags)[0].train_plan()
     with same_generators():
