@@ -150,7 +150,7 @@ def rebuild(path: Where, *, step: Step = None, copy_path: CopyPath = None, json:
 
 @checkpoint_app.command(name="import")
 def import_(file: str, path: str, *, json: Json = False) -> int:
-    """Convert a file of weights to a checkpoint, to start a training from: --workload.weights PATH.
+    """Convert a weights file to a checkpoint from which a training can start (--workload.weights PATH).
 
     Parameters
     ----------

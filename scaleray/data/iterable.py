@@ -287,8 +287,8 @@ class IterableSource(DatasetSource):
             raise DataError(
                 f"the {plan.name} data",
                 f"{type(self.dataset).__name__} {found}",
-                f"its end was not reached in the {SHORT_COUNT_S:.0f} s in which its rows were counted",
-                "give it __len__, the number of rows of an epoch, to train on from its start",
+                f"it was taken to be endless, as counting its rows took longer than {SHORT_COUNT_S:.0f} s",
+                "define __len__, the number of rows of an epoch, to start again at its end",
             )
         raise DataError(
             f"the {plan.name} data",

@@ -16,10 +16,10 @@ from scaleray.errors import DataError
 
 
 class ParquetSource:
-    """A Parquet file or folder, local or s3://, of numbers and lists of numbers, which may differ in length.
+    """A Parquet file or folder, local or s3://, whose columns hold numbers, or lists of numbers of any length.
 
     columns: the columns to read; None reads all. Footers are read immediately, so a broken file is found at the start.
-    // lengths: the list column whose lengths are those of the rows, for `data.bucket_by_length` and batches of tokens;
+    lengths: the list column whose lengths are those of the rows, for `data.bucket_by_length` and batches of tokens;
     it is read immediately, too."""
 
     tokens_per_row: int | None = None

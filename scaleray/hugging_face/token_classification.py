@@ -116,13 +116,15 @@ class TokenClassification(LabelledTexts):
                     where, f"{len(own)} tags", f"the record has {len(values)} words: each word needs one tag"
                 )
             if wrong := [tag for tag in own if tag not in known]:
-                there = ", ".join(self.names[:12])
-                raise DataError(where, wrong[0], f"the tags are {there}", "see workload.args.labels")
+                there = ", ".join(self.names[:12]) + (", ..." if len(self.names) > 12 else "")
+                raise DataError.problem(
+                    where, f"has the unknown tag {wrong[0]}: the tags are {there}", "see workload.args.labels"
+                )
         return [np.array([known[tag] for tag in own], np.int64) for own in tags]
 
 
 def has_entities(names: Sequence[str]) -> bool:
-    """Whether tags mark entities, such as `B-PER`, which group the words of an entity."""
+    """Whether the tags group words into entities, as `B-PER` and `I-PER` do."""
     return any(name[:2] in ("B-", "I-") for name in names)
 
 

@@ -98,7 +98,8 @@ def train_source(given: Any) -> Any:
         )
     if any(map(collation_of, loaders.values())):
         allowed = "items of several loaders are combined by torch's default collation"
-        raise DataError("train_dataloader()", "several loaders with a collate_fn", allowed, "use one Dataset of pairs")
+        text = f"returned several loaders, one of them with a collate_fn: {allowed}"
+        raise DataError.problem("train_dataloader()", text, "use one Dataset of pairs")
     items = {name: _items(loader) for name, loader in loaders.items()}
     if streams := [type(each).__name__ for each in items.values() if isinstance(each, IterableDataset)]:
         allowed = "rows of several loaders are paired by position, so they must be read by index"

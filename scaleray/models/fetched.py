@@ -45,9 +45,8 @@ def fetch_model(name: str, *, uri: str | None = None) -> Path:
     with tempfile.TemporaryDirectory(dir=models) as folder:
         found = registry.download(version, Path(folder))
         if wrong := changes(found, version):
-            allowed = "its files differ from its promotion"
-            check = f"scaleray promote --verify {named}"
-            raise TrackingError(f"the model {named}", f"changed: {'; '.join(wrong[:3])}", allowed, check)
+            text = f"has files that changed since its promotion: {'; '.join(wrong[:3])}"
+            raise TrackingError.problem(f"the model {named}", text, f"scaleray promote --verify {named}")
         # another process may have fetched it meanwhile, and reads it: nothing is replaced
         place = _whole(models, version) or found.rename(models / f"{_digest(version)}-{Path(folder).name}")
     _remove_unused(models)
@@ -67,8 +66,8 @@ def check_served(packed: Path, *, uri: str | None) -> None:
         text = "the model in %s is not compared with MLflow's registry: %s"
         logging.getLogger(__name__).warning(text, folder, first_line(exc))
     if wrong := changes(folder, version):
-        allowed = "its files differ from its promotion"
-        raise TrackingError(f"the model in {folder}", f"changed: {'; '.join(wrong[:3])}", allowed, "download it again")
+        text = f"has files that changed since its promotion: {'; '.join(wrong[:3])}"
+        raise TrackingError.problem(f"the model in {folder}", text, "download it again")
 
 
 def _digest(version: ModelVersion) -> str:

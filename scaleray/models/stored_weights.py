@@ -283,7 +283,10 @@ def _best(run: TrainedRun, catalog: Catalog, text: str) -> Manifest:
     if not measured:
         known = sorted({name for manifest in catalog.complete() for name in manifest.own_metrics})
         raise UsageError(
-            "--step", wanted, "no checkpoint has an evaluation of it at its step", f"there are: {_named(known)}"
+            "--step",
+            wanted,
+            f"no checkpoint has a value of {metric} measured at its step",
+            f"measured: {_named(known)}",
         )
     chosen: Manifest = (min if direction == "min" else max)(measured, key=lambda m: m.own_metrics[metric])
     return chosen

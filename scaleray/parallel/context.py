@@ -205,7 +205,7 @@ def _check_call(
     if attn_mask is not None:
         raise WorkloadError.problem(
             "the model's attention",
-            "has a mask, which a worker knows for its own tokens only",
+            "has a mask, but each worker has the part of its own tokens alone",
             "use is_causal, pack rows instead of padding them, or leave parallel.context out",
         )
     if query.ndim != 4 or (is_causal and query.shape[2] != key.shape[2]):

@@ -18,7 +18,7 @@ from scaleray.records.sweep_record import SweepRecord
 MISSING = "missing"
 SECTIONS = ("config", "derived", "code", "environment", "topology", "data")
 NAMES_OF_THE_RUN = ("tracking.run_name",)
-"""Config keys that differ between any two runs without meaning."""
+"""Config keys whose differences between runs mean nothing."""
 MEASURED_OF_DATA = "row_us"
 """Last parts of data keys that are measurements, which differ between any two runs, rather than conditions."""
 

@@ -214,7 +214,7 @@ def _replicate_the_rest(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel
             raise WorkloadError.problem(
                 "tensor_plan()",
                 f"lacks {where}: "
-                "under sequence parallelism a module may see a part of the tokens only, so that each must be named",
+                "under sequence parallelism a module may see only part of the tokens, so every module must be named",
                 "name it in the plan, or use --tensor.sequence-parallel false",
             )
         parallelize_module(module, mesh, Replicated())

@@ -90,7 +90,7 @@ class KnownTurns:
         return self._read(names[-1], kind) if names else None
 
     def _is_of_valid(self, name: str) -> bool:
-        """Whether a stored result does not belong to an invalid study.."""
+        """Whether a stored result does not belong to an invalid study."""
         sealed = SEALED.search(name)
         rung = name.rpartition("/")[0].rpartition("/")[2]
         return sealed is None or not any(one.holds(rung, study=None, at=float(sealed["time"])) for one in self.invalid)

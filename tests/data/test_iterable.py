@@ -337,7 +337,7 @@ def test_a_stream_that_ends_although_it_was_not_counted_is_refused(short_counts)
 
     source = as_source(Slow(), split="train", in_steps=True)
     plan = StepPlan(source.num_rows, 13, shuffle=False)
-    with pytest.raises(DataError, match=r"with 26 rows in epoch 1: its end was not reached"):
+    with pytest.raises(DataError, match=r"with 26 rows in epoch 1: it was taken to be endless"):
         source.opened().read_on(plan.positions(2), plan)
 
 

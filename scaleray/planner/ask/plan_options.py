@@ -67,7 +67,7 @@ class PlanOptions(LayoutOptions):
     target_steps: float | None = None
     """Optimizer steps of the whole training at --global-batch, instead of samples."""
     noise_scale: float | None = None
-    """Gradient noise scale in samples at --global-batch, to value samples in larger and smaller batches."""
+    """Gradient noise scale in samples at --global-batch, used to weigh samples of other batch sizes."""
     rank_by: Annotated[str, Parameter(name=["--rank", "--rank-by"])] = "throughput"
     """throughput, cost, time, memory; or time-to-target, which also varies the batch size (--noise-scale,
     --from-run)."""

@@ -60,9 +60,9 @@ def _check_files(registry: ModelRegistry, version: ModelVersion) -> None:
         except TrackingError as exc:
             wrong = [str(exc)]
     if wrong := [one for one in wrong if not one.startswith(f"{EVIDENCE}/")]:
-        what, found = f"the model {version.model}/{version.number}", f"changed: {'; '.join(wrong[:3])}"
+        what, changed = f"the model {version.model}/{version.number}", "; ".join(wrong[:3])
         hint = "name another with --to, or move the alias without this check: --unchecked REASON"
-        raise TrackingError(what, found, "its files differ from its promotion", hint)
+        raise TrackingError.problem(what, f"has files that changed since its promotion: {changed}", hint)
 
 
 def had_before(known: Mapping[int, ModelVersion], now: ModelVersion, alias: str) -> list[int]:

@@ -243,8 +243,7 @@ class Compression:
         if settings.name == "topk" and isinstance(topk, TopK) and settings.density * self.wire.world_size >= 1:
             notes.append(
                 f"compression.density {settings.density:g} saves nothing on {self.wire.world_size} workers: "
-                "each receives the values and indices of all others, which is less than DDP's traffic only below 1 / "
-                "{self.wire.world_size}"
+                f"each receives the values and indices of all others. Use a density below 1/{self.wire.world_size}"
             )
         if isinstance(powersgd, PowerSGD):
             parts = _layout(named, torch.float32).parts

@@ -131,8 +131,8 @@ class Shards:
             state._root_post_backward_final_callback()
 
     def close(self, module: nn.Module, *, keeps_shards: bool) -> None:
-        """Remove FSDP from `module`, which holds all units, and make parameters whole and plain again: collective,
-        unless they stay shards."""
+        """Remove FSDP from `module`, which holds all units. Unless `keeps_shards`, also make parameters whole and plain
+        again, which is collective."""
         unshard_for_good(module, keeps_shards=keeps_shards)
         for hook in self._hooks:
             hook.remove()

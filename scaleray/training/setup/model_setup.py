@@ -123,7 +123,7 @@ class Setup:
     compilation: Compilation | None = None
     averaging: Averaging = field(default_factory=lambda: Averaging(nn.Module(), AveragingSettings()))
     rate_scale: RateScale = field(default_factory=RateScale)
-    """Factor of callbacks on the learning rate."""
+    """Factor that callbacks apply to the learning rate."""
     in_use: InUse = field(default_factory=InUse)
     """Values that an optimizer or a schedule of the workload's own has in place of derived ones."""
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)

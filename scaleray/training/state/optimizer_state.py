@@ -65,10 +65,10 @@ def optimizer_templates(
         for own, saved in zip(own_groups, saved_groups, strict=True)
     )
     if not is_same:
-        raise CheckpointError(
-            "the optimizer's parameters",
-            f"{sum(map(len, own_groups))} in {len(own_groups)} groups",
-            f"the checkpoint has {sum(map(len, saved_groups))} in {len(saved_groups)}, or in another order",
+        raise CheckpointError.problem(
+            "the optimizer",
+            f"has {sum(map(len, own_groups))} parameters in {len(own_groups)} groups, and the checkpoint "
+            f"{sum(map(len, saved_groups))} in {len(saved_groups)}: names or groups differ",
             "resume with the same model and the same frozen parameters",
         )
     parameters = dict(zip(names, (p for group in optimizer.param_groups for p in group["params"]), strict=True))

@@ -137,7 +137,7 @@ class WholeBatchLoss:
         return self._replay(outputs)
 
     def _replay(self, outputs: Outputs) -> tuple[torch.Tensor, Any]:
-        """The loss of a micro-batch's own outputs, whose gradient is that of the whole; the first has the value."""
+        """Loss of a micro-batch with its part of the whole batch's gradient. The first one also has the value."""
         assert self._gradients is not None and self._value is not None
         value, count = self._value
         if not self._counts:  # a placeholder, which has no part in it
