@@ -98,8 +98,8 @@ def test_tensor_and_pipeline_layouts_are_written_for_train(capsys, tmp_path, str
 
 
 def test_where_train_has_no_strategy_the_best_it_has_is_written_and_the_price_said(tmp_path):
-    question = Question(model=find_model("llama-13b"), cluster=parse_cluster("h100:8"), global_batch=16)
-    both = predict(question, Layout(tensor=4, context=2, accumulation=16))
+    question = Question(model=find_model("mixtral-8x7b"), cluster=parse_cluster("h100:8"), global_batch=16)
+    both = predict(question, Layout(tensor=8, expert=8, accumulation=16))
     one = predict(question, Layout(pipeline=8, accumulation=16, checkpointing="alternate"))
     path = tmp_path / "chosen.yaml"
     lines = write_config(Advice(question=question, choices=[both, one], rejected=[], num_layouts=2), None, path)

@@ -98,7 +98,8 @@ def test_every_layout_is_planned_and_named_by_its_degrees(tmp_path):
     assert labels["ddp x 4"] == "ddp" and labels["fsdp x 4"] == "fsdp"
     assert labels["replicate 2 x shard 2"] == "fsdp" and labels["shard 2 x tensor 2"] == "tensor"
     assert labels["pipeline 2 x tensor 2"] == labels["pipeline 2 x shard 2"] == "pipeline"
-    assert len(labels) == 10 and not made.refused and not made.groups[1]
+    assert labels["context 4"] == "ddp" and labels["shard 2 x context 2"] == "fsdp"
+    assert len(labels) == 15 and not made.refused and not made.groups[1]
 
 
 @pytest.mark.parametrize(

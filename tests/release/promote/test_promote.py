@@ -215,7 +215,7 @@ class TestRollback:
             source.rename(source.with_name("elsewhere"))
         else:
             (source / "data/packed/code/corners.py").write_text("raise SystemExit('code of somebody else')")
-        with pytest.raises(TrackingError, match=r"(?s)changed: .*--unchecked REASON"):
+        with pytest.raises(TrackingError, match=r"(?s)changed since its promotion: .*--unchecked REASON"):
             rollback("corners@champion", uri=uri)
         assert ModelRegistry(uri).find(Named.parse("corners@champion")).number == 2
         assert rollback("corners@champion", unchecked="version 2 answers nonsense", uri=uri) == 1
