@@ -75,7 +75,7 @@ def test_a_checkpoint_is_loaded_by_its_step_and_as_the_best(run, trained):
     ("step", "says"),
     [
         (7, "complete checkpoints: 24, 16, 8"),
-        ("val/nothing min", "there are: val/accuracy, val/loss"),
+        ("val/nothing min", "measured: val/accuracy, val/loss"),
         ("first", "best, or a metric"),
     ],
 )

@@ -306,7 +306,7 @@ def _built(workload: Any, device: torch.device) -> Any:
 
 def _building(config: RunConfig, recipe: Recipe, place: Place) -> contextlib.AbstractContextManager[PagedBuild | None]:
     """Context in which the model is built and sharded."""
-    is_fsdp = recipe.strategy not in ("tensor", "pipeline") and place.mesh.shard == place.mesh.whole > 1
+    is_fsdp = recipe.strategy not in ("tensor", "pipeline") and recipe.degrees.shard == recipe.degrees.whole > 1
     if not is_fsdp or config.fsdp.build_gib is None or place.group is None:
         return contextlib.nullcontext()
     return PagedBuild(place.group, bound_bytes=config.fsdp.build_gib * 2**30)
@@ -316,7 +316,7 @@ def _check_equal_before_sharding(
     model: nn.Module, pages: PagedBuild | None, config: RunConfig, recipe: Recipe, place: Place
 ) -> Digests | None:
     """Check that all ranks drew the same parameters, where each will keep a part of them alone. Collective."""
-    is_sharded = recipe.strategy != "tensor" and place.mesh.shard > 1
+    is_sharded = recipe.strategy != "tensor" and recipe.degrees.shard > 1
     if not is_sharded or place.group is None:
         return None
     if pages is None:
