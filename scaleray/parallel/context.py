@@ -131,22 +131,19 @@ def sequences_shared(model: torch.nn.Module, context: Context) -> Iterator[None]
     """Context in which workers share each sequence. Raises WorkloadError at the end of a forward pass of
     `model` without attention to exchange: its tokens would not see those of other workers."""
     global _active
-    with contextlib.ExitStack() as undo:
-        _active = context
-        undo.callback(_end, context)
-        before = torch.backends.mha.get_fastpath_enabled()  # it is one kernel, which calls no attention
-        torch.backends.mha.set_fastpath_enabled(False)
-        undo.callback(torch.backends.mha.set_fastpath_enabled, before)
-        F.scaled_dot_product_attention = _shared_attention
-        undo.callback(setattr, F, "scaled_dot_product_attention", _attention)
-        undo.callback(model.register_forward_hook(functools.partial(_check_pass, context)).remove)
+    _active = context
+    F.scaled_dot_product_attention = _shared_attention
+    was_fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # it is one kernel, which calls no attention
+    hook = model.register_forward_hook(functools.partial(_check_pass, context))
+    try:
         yield
-
-
-def _end(context: Context) -> None:
-    global _active
-    if _active is context:
-        _active = None
+    finally:
+        hook.remove()
+        if _active is context:  # else another training has begun
+            _active = None
+            F.scaled_dot_product_attention = _attention
+            torch.backends.mha.set_fastpath_enabled(was_fast)
 
 
 def _check_pass(context: Context, model: torch.nn.Module, inputs: Any, output: Any) -> None:

@@ -30,8 +30,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("tie_head", [True, False])
-@pytest.mark.parametrize("layout", LAYOUTS)
+def mostly_in_turn(names, always):
+    """The names as parameters, of which all but a few take turns."""
+    return [name if name in always else pytest.param(name, marks=pytest.mark.combination) for name in names]
+
+
+@pytest.mark.parametrize("tie_head", [True, pytest.param(False, marks=pytest.mark.combination)])
+@pytest.mark.parametrize("layout", mostly_in_turn(LAYOUTS, ("pipeline x tensor", "context, in a ring")))
 def test_a_composed_layout_equals_one_process(gloo, layout, tie_head):
     world_size, degrees = LAYOUTS[layout]
     workload = SmallTransformer(num_val=6, tie_head=tie_head)
@@ -59,8 +64,8 @@ LAYOUTS_OF_EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("capacity", [None, 0.6])
-@pytest.mark.parametrize("layout", LAYOUTS_OF_EXPERTS)
+@pytest.mark.parametrize("capacity", [None, pytest.param(0.6, marks=pytest.mark.combination)])
+@pytest.mark.parametrize("layout", mostly_in_turn(LAYOUTS_OF_EXPERTS, ("expert",)))
 def test_experts_in_a_layout_equal_one_process(gloo, layout, capacity):
     world_size, degrees = LAYOUTS_OF_EXPERTS[layout]
     workload = SmallTransformer(num_val=6, expert_capacity=capacity, **EXPERTS)

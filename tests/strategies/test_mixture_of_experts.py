@@ -89,7 +89,7 @@ def held(place, workload, flags):
 
 def test_each_worker_holds_its_part_of_its_experts_until_close(gloo):
     workload = SmallTransformer(num_experts=4)  # 4 layers, of 4 experts from 16 to 32
-    whole = [float(m.gate.double().sum()) for m in _built(workload).modules() if isinstance(m, Experts)]
+    whole = [m.gate.double().sum().item() for m in _built(workload).modules() if isinstance(m, Experts)]
     for shape, flags in (
         ((1, 16, 32), {"parallel.shard": 4, "parallel.expert": 4}),
         ((2, 8, 32), {"parallel.shard": 4, "parallel.expert": 2}),

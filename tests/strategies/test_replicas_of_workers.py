@@ -30,6 +30,8 @@ from scaleray.common.metric_names import CONSENSUS_DISTANCE
 from scaleray.errors import ConfigError
 from scaleray.strategies.contract.parallel import full, known
 
+pytestmark = pytest.mark.combination  # a feature that few commits touch: its tests take turns
+
 LOCAL = {
     "strategy.name": "local_sgd",
     "local_sgd.sync_every": 3,

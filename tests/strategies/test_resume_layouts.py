@@ -59,11 +59,13 @@ def _continued(place, workload, flags, folder):
     return train(place, workload, flags, folder=folder)
 
 
+@pytest.mark.combination
 def test_a_run_goes_through_every_layout_and_back(gloo, tmp_path):
     names = list(LAYOUTS)
     repeats_one_process(gloo, tmp_path, SmallTransformer(), LAYOUTS, [*names, *names[-2::-1]])
 
 
+@pytest.mark.combination
 def test_a_run_with_experts_goes_through_every_layout_and_back(gloo, tmp_path):
     names = list(OF_EXPERTS)
     repeats_one_process(gloo, tmp_path, SmallTransformer(num_experts=4), OF_EXPERTS, [*names, *names[-2::-1]])

@@ -15,6 +15,8 @@ from torch import nn
 
 from scaleray.strategies.diloco import fragments
 
+pytestmark = pytest.mark.combination  # a feature that few commits touch: its tests take turns
+
 FLAGS = {
     "strategy.name": "diloco",
     "local_sgd.sync_every": 4,
