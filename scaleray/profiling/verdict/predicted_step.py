@@ -54,8 +54,10 @@ def replay_of(signals: Signals) -> Replay:
 
 
 def moved_to_host(parts: Mapping[Phase, Seconds], pauses: Seconds) -> dict[Phase, Seconds]:
-    """Move pauses from the passes in which they occurred to the time of the host."""
-    return {**taken_out(parts, pauses), Phase.HOST: parts.get(Phase.HOST, np.zeros_like(pauses)) + pauses}
+    """Move pauses from the passes in which they occurred to the time of the host; the step keeps its length."""
+    left = taken_out(parts, pauses)
+    moved = np.sum([parts[name] - left[name] for name in PAUSED if name in parts], axis=0)
+    return {**left, Phase.HOST: parts.get(Phase.HOST, np.zeros_like(pauses)) + moved}
 
 
 def taken_out(parts: Mapping[Phase, Seconds], pauses: Seconds) -> dict[Phase, Seconds]:

@@ -94,6 +94,13 @@ def test_pauses_of_the_garbage_collector_are_the_hosts_wherever_they_fall():
     assert found.limit is Limit.HOST and found.primary.cause == "garbage collection" and "gc.freeze" in found.sentence
 
 
+def test_a_pause_longer_than_the_passes_is_not_counted_twice():
+    pauses = np.zeros((2, 40))
+    pauses[:, ::5] = 10 * STEP_S  # the collector also ran where the host's own time was measured
+    found = judge(made_up(more=[(Phase.HOST, None, STEP_S, 5)], pauses=pauses), facts())
+    assert found.limit is Limit.HOST and sum(found.shares.values()) == pytest.approx(1)
+
+
 def test_steps_in_which_the_allocator_asked_again_are_memory_pressure():
     retries = np.zeros((2, 40))
     retries[:, ::5] = 1
