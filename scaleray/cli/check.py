@@ -25,9 +25,9 @@ def check(*overrides: Overrides, config: ConfigFile = None, processes: bool = Tr
     processes
         Compare two gloo processes with one, for two steps in float64.
     """
-    from scaleray.config import load_config
+    from scaleray.planner.ask.auto_layout import load_planned
 
-    resolved = load_config(config, flags=overrides)
+    resolved = load_planned(config, overrides)
     if processes:
         from scaleray.launch.workers.forks import OF_A_CHECK, begin_imports
 

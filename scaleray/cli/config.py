@@ -33,11 +33,11 @@ def show(
     """
     import yaml
 
-    from scaleray.config import load_config
     from scaleray.config.reference import changed_values, unlike_torch
     from scaleray.launch.session.config_argument import show_config
+    from scaleray.planner.ask.auto_layout import load_planned
 
-    resolved = load_config(config, flags=overrides)
+    resolved = load_planned(config, overrides)
     shown = show_config(resolved, data=data, base_dir=config.resolve().parent if config else None)
     if json:
         print_json({key: shown[key] for key in ("config", "hash", "derived", "how")})

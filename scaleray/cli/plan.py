@@ -51,7 +51,7 @@ def plan(
     answer = answered(options, config=config, overrides=overrides)
     advice, seen, found, kept = answer.advice, answer.seen, answer.found, answer.checkpoints
     command = f"scaleray {shlex.join(without_secrets(sys.argv[1:]))}"
-    link = registered(answer, config=config, overrides=overrides, record=options.record, command=command)
+    link = registered(answer, record=options.record, command=command)
     console = Console(stderr=json)
     width = width_of(console)
     if found.ways:

@@ -116,11 +116,11 @@ def _of_training(overrides: tuple[str, ...], config: Path, options: ProfileOptio
     from rich.console import Console
 
     from scaleray.common.progress import stage
-    from scaleray.config import load_config
     from scaleray.launch.cluster.connection import connected
     from scaleray.live.terminal.live_table import Terminal
+    from scaleray.planner.ask.auto_layout import load_planned
 
-    resolved = load_config(config, flags=overrides)
+    resolved = load_planned(config, overrides)
     terminal = Terminal(Console(stderr=json), interval_s=resolved.tracking.interval_s)
     with contextlib.ExitStack() as stack:
         # output of the workload, here or in a worker, must not mix with the record

@@ -36,9 +36,9 @@ def train(
     import psutil
     from rich.console import Console
 
-    from scaleray.config import load_config
     from scaleray.launch.cluster.connection import connected
     from scaleray.live.terminal.live_table import Terminal, final_lines
+    from scaleray.planner.ask.auto_layout import load_planned
     from scaleray.recording.store import resolve_uri
 
     if config is None and options.resume is not None and options.resume != "auto":
@@ -46,7 +46,7 @@ def train(
 
         resolved = config_of(options.resume, overrides)
     else:
-        resolved = load_config(config, flags=overrides)
+        resolved = load_planned(config, overrides)
     terminal = Terminal(Console(stderr=json), interval_s=resolved.tracking.interval_s)
     with contextlib.ExitStack() as stack:
         # output of the workload, here or in a worker, must not mix with the record

@@ -23,10 +23,10 @@ def verify(
     A mismatch is reported with the first step and parameter that differ, and its class. Exit code 0 if everything that
     guarantees equality is equal, 1 if not, 2 for bad usage. Config keys can be given as options, as for train.
     """
-    from scaleray.config import load_config
+    from scaleray.planner.ask.auto_layout import load_planned
     from scaleray.verification.printed_certificate import WIDTH, lines, table
 
-    resolved = load_config(config, flags=overrides)
+    resolved = load_planned(config, overrides)
     output = Output(json=json, width=WIDTH)
     with output.running():
         with stage("importing"):

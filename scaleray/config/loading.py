@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from scaleray.common.parsing import (
 from scaleray.common.private_parts import SWITCH
 from scaleray.config.alerts import WEBHOOK, without_secret
 from scaleray.config.base import without_password
+from scaleray.config.parallel import AUTO
 from scaleray.config.run import RunConfig
 from scaleray.config.synonyms import NOTES, meant_by
 from scaleray.errors import ConfigError
@@ -54,12 +55,14 @@ def load_config(
     flags: Sequence[str] | Mapping[str, Any] = (),
     environ: Mapping[str, str] | None = None,
     defaults: Mapping[str, Any] | None = None,
+    planned: Callable[[RunConfig], Mapping[str, Any]] | None = None,
 ) -> RunConfig:
     """Load the resolved config. `flags`: `--section.key value` words, or a mapping of dotted keys or sections to
     values.
 
-    environ: None reads os.environ. defaults: values by dotted key, below every other layer. Raises ConfigError with the
-    key, its file and line.
+    environ: None reads os.environ. defaults: values by dotted key, below every other layer. planned: keys that take the
+    place of `parallel: auto` in a config without it; None refuses it. Raises ConfigError with the key, its file and
+    line.
     """
     lowest = {key: Entry(value, "default") for key, value in (defaults or {}).items()}
     if path is not None:
@@ -67,8 +70,13 @@ def load_config(
     environment = read_environment(os.environ if environ is None else environ)
     if isinstance(flags, Mapping):
         given = {key: Entry(value, "override") for key, value in _by_dotted_key(flags).items()}
-        return validate(lowest, environment, given)
-    return validate(lowest, environment, read_flags(flags))
+        return validate(lowest, environment, given, planned=planned)
+    return validate(lowest, environment, read_flags(flags), planned=planned)
+
+
+def without_degrees(config: RunConfig) -> dict[str, Any]:
+    """Return no keys: leave `parallel: auto` for later."""
+    return {}
 
 
 def _by_dotted_key(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,6 +141,9 @@ def _entries(loader: BoundedLoader, node: yaml.MappingNode, *, prefix: str, file
         if not prefix and key in sections:
             if isinstance(value_node, yaml.ScalarNode) and value_node.tag == "tag:yaml.org,2002:null":
                 continue  # an empty section: all its defaults
+            if (key, value_node.value) == ("parallel", AUTO):
+                entries[key] = Entry(AUTO, where)
+                continue
             raise ConfigError(
                 f"{where} {key}", _shown_node(value_node), f"it is a section with keys such as {_first_key(key)}"
             )
@@ -223,7 +234,11 @@ def _parse_word(text: str) -> Any:
     return value
 
 
-def validate(lowest: Mapping[str, Entry], *layers: Mapping[str, Entry]) -> RunConfig:
+def validate(
+    lowest: Mapping[str, Entry],
+    *layers: Mapping[str, Entry],
+    planned: Callable[[RunConfig], Mapping[str, Any]] | None = None,
+) -> RunConfig:
     """Put each layer over those before it, check the values and build the RunConfig. `workload.args.NAME` replaces one
     argument and keeps the others. Raises ConfigError for the first error."""
     entries = dict(lowest)
@@ -234,6 +249,24 @@ def validate(lowest: Mapping[str, Entry], *layers: Mapping[str, Entry]) -> RunCo
             entries[key] = entry
         elif isinstance(below, Mapping):  # otherwise the layer below is invalid, which is reported below
             entries[ARGS] = Entry({**below, argument: entry.value}, entry.where)
+    if entries.get("parallel", Entry(None, "")).value != AUTO:
+        return _built(entries)
+    auto = entries.pop("parallel")
+    if degrees := [key for key in entries if key.startswith("parallel.")]:
+        raise ConfigError(f"{auto.where} parallel", AUTO, f"{degrees[0]} is given, too", "omit one of them")
+    if planned is None:
+        hint = "give degrees; scaleray plan -c FILE --here --write OUT writes the planner's"
+        raise ConfigError(
+            f"{auto.where} parallel",
+            AUTO,
+            "only train, check, verify, profile, config show and plan choose a layout",
+            hint,
+        )
+    chosen = {key: Entry(value, "the planner's") for key, value in planned(_built(entries)).items()}
+    return _built({**entries, **chosen})
+
+
+def _built(entries: Mapping[str, Entry]) -> RunConfig:
     known = known_keys()
     nested: dict[str, Any] = {}
     for key, entry in entries.items():

@@ -22,7 +22,7 @@ AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
 class ParallelSettings(Settings):
     """Numbers of workers along each axis, whose product is `scale.workers`. `auto` for one of them: the workers that
-    the others leave. A single worker always has the whole model."""
+    the others leave; `parallel: auto`, the planner's layout. A single worker always has the whole model."""
 
     pipeline: Degree = None
     """Workers over which a replica's stages are spread. None: 2 under `strategy.name: pipeline`, otherwise 1."""

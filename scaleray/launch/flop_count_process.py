@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from scaleray.config import load_config
+from scaleray.config.loading import without_degrees
 from scaleray.data import TRAIN, load_sources
 from scaleray.data.source_interface import Source
 from scaleray.errors import ScaleRayError
@@ -28,7 +29,7 @@ def main(arguments: list[str]) -> int:
     """Print the profile; errors go to stderr in one message."""
     path = Path(arguments[0])
     try:
-        config = load_config(path, flags=json.load(sys.stdin))
+        config = load_config(path, flags=json.load(sys.stdin), planned=without_degrees)
         with contextlib.redirect_stdout(sys.stderr):  # what a workload prints must not mix with the answer
             workload = load_workload(config.workload.name, config.workload.args, base_dir=path.resolve().parent)
             with no_exit("the workload's code"):

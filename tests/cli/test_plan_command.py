@@ -109,7 +109,7 @@ def test_where_train_has_no_strategy_the_best_it_has_is_written_and_the_price_sa
         "add workload.name" in line for line in lines
     )
     assert any("selective" in line for line in lines)
-    with pytest.raises(ConfigError, match="can run"):
+    with pytest.raises(ConfigError, match="refuses all 1"):
         write_config(Advice(question=question, choices=[both], rejected=[], num_layouts=1), None, path)
     with pytest.raises(StorageError, match="written"):
         write_config(

@@ -48,6 +48,9 @@ def test_a_label_names_the_gpu_where_no_resource_does():
 def test_nodes_without_gpus_are_their_processors():
     cluster = cluster_of_nodes([HEAD], CATALOGUE)
     assert (cluster.gpu.name, cluster.num_gpus, cluster.gpu.memory_gib) == ("cpu", 8, 2.0)
+    several = cluster_of_nodes([HEAD, HEAD], CATALOGUE)
+    assert several.network.gb_per_s == 1.25 and any("network 10G" in note for note in several.notes)
+    assert cluster_of_nodes([gpu_node(0)], CATALOGUE, has_gpus=False).gpu.name == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +61,6 @@ def test_nodes_without_gpus_are_their_processors():
         ([gpu_node(0, "H9000")], "nearest|known"),
         ([Node("a", {"GPU": 4.0, "CPU": 8.0}, {})], "specify them with --cluster"),
         ([gpu_node(0, "A10"), gpu_node(1, "A10")], "--network"),
-        ([HEAD, Node("b", {"CPU": 8.0}, {})], "--network"),
         ([HEAD, Node("b", {"CPU": 4.0}, {})], "8 on 1 nodes, 4 on 1 nodes"),
         ([], "none"),
     ],

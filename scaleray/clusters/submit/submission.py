@@ -22,7 +22,7 @@ from scaleray.clusters.submit.package_versions import (
 from scaleray.config import load_config
 from scaleray.config.alerts import WEBHOOK, without_secrets
 from scaleray.config.base import without_password
-from scaleray.config.loading import ENV_PREFIX, read_environment
+from scaleray.config.loading import ENV_PREFIX, read_environment, without_degrees
 from scaleray.errors import ClusterError, ConfigError
 
 Command = Literal["train", "study", "sweep", "verify", "profile"]
@@ -82,7 +82,7 @@ def prepare(
     contents = contents_of(working_dir or Path.cwd(), max_mib=max_mib)
     relative = check_is_in(contents, config, what="--config")
     # other commands have their own options, which they check themselves
-    checked = load_config(config, flags=tuple(overrides) if command == "train" else ())
+    checked = load_config(config, flags=tuple(overrides) if command == "train" else (), planned=without_degrees)
     workload = _workload_file(contents, checked.workload.name, config)
     settings = _settings(secret_env)
     return Submission(

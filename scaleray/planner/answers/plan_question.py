@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scaleray.config import RunConfig
 from scaleray.config.hardware.hardware_kinds import Cluster
 from scaleray.errors import ConfigError
 from scaleray.planner.cost.block_pass import Measured
@@ -33,6 +34,8 @@ class Question:
     """Corrections from a team's own points, as text."""
     input_samples_per_s: float | None = None
     """Samples per second that the input pipeline of one node delivers; None: enough."""
+    config: RunConfig | None = None
+    """The config that is planned, if any, for which `scaleray train` may refuse layouts."""
     rank_by: str = "throughput"
     """`throughput` (also for cost and time), or `memory`. `time-to-target` compares batch sizes, too (`to_target`)."""
 

@@ -2,30 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from scaleray.config.loading import known_keys
+from scaleray.config.loading import known_keys, load_config
 from scaleray.config.parallel import Degrees
+from scaleray.config.recipe.derive import derive
+from scaleray.config.recipe.values import DataSize
 from scaleray.config.strategy_traits import traits_of
-from scaleray.errors import ConfigError
+from scaleray.errors import ConfigError, first_line
+from scaleray.planner.answers.plan_question import Question
 from scaleray.planner.cost.layout import Layout
 
 PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "tf32": "fp32", "fp8": "bf16", "fp4": "bf16"}
 
 
-def is_runnable(layout: Layout) -> bool:
-    """Whether `scaleray train` can divide experts in the layout: it does so within FSDP alone."""
-    return layout.expert == 1 or ("expert" in traits_of(_strategy(layout)).axes and _degrees(layout).expert > 1)
+ENOUGH_SAMPLES = 2**40
+"""Size of a training split on which no check depends."""
 
 
-def config_keys(layout: Layout, *, tokens_per_sample: int | None = None) -> dict[str, Any]:
+def refusal(layout: Layout, question: Question) -> str:
+    """Return why `scaleray train` would refuse the layout, for the question's config if it has one; empty: it would
+    not."""
+    try:
+        keys = config_keys(layout, question)
+    except ConfigError as exc:
+        return first_line(exc)
+    # an error of the config without the layout is none of the layout's
+    return why if (why := _error(question, keys)) and why != _error(question, {}) else ""
+
+
+def _error(question: Question, keys: Mapping[str, Mapping[str, Any]]) -> str:
+    """The error of the question's config with these sections; empty: none."""
+    if question.config is None:
+        return ""
+    given = question.config.model_dump(exclude_unset=True)
+    for section, values in keys.items():
+        given[section] = {**given.get(section, {}), **values}
+    try:
+        size = DataSize(ENOUGH_SAMPLES, tokens_per_sample=question.model.tokens_per_sample)
+        derive(load_config(flags=given, environ={}), size)
+    except ConfigError as exc:
+        return first_line(exc).removeprefix("override ")
+    return ""
+
+
+def config_keys(layout: Layout, question: Question) -> dict[str, Any]:
     """Return the sections of a config with which `scaleray train` uses the layout.
 
-    tokens_per_sample: for a config whose batch is counted in tokens. Raises ConfigError for a layout that is not
-    runnable.
+    question: its config may count the batch in tokens. Raises ConfigError for experts that cannot be divided.
     """
-    if not is_runnable(layout):
+    strategy = _strategy(layout)
+    in_tokens = question.config is not None and question.config.batch.unit == "tokens"
+    if layout.expert > 1 and not ("expert" in traits_of(strategy).axes and _degrees(layout).expert > 1):
         raise ConfigError(
             "layout",
             layout.describe(),
@@ -33,15 +63,17 @@ def config_keys(layout: Layout, *, tokens_per_sample: int | None = None) -> dict
             "plan with --strategies fsdp,ep, or without ep",
         )
     keys: dict[str, Any] = {
-        "scale": {"workers": layout.num_gpus, "gpus_per_worker": 1},
-        "strategy": {"name": _strategy(layout)},
-        "batch": {"global_size": layout.global_batch * (tokens_per_sample or 1), "micro_size": layout.micro_batch},
+        "scale": {"workers": layout.num_gpus, "gpus_per_worker": int(question.cluster.gpu.name != "cpu")},
+        "strategy": {"name": strategy},
+        "batch": {
+            "global_size": layout.global_batch * (question.model.tokens_per_sample if in_tokens else 1),
+            "micro_size": layout.micro_batch,
+        },
         "precision": {"dtype": PRECISIONS[layout.precision], "tf32": layout.precision == "tf32"},
         "activations": _ACTIVATIONS[layout.checkpointing],
     }
     if layout.compiled:
         keys["compilation"] = {"what": "blocks"}
-    strategy = keys["strategy"]["name"]
     if strategy in ("pipeline", "tensor", "fsdp") or layout.context > 1:
         keys["parallel"] = {axis: degree for axis, degree in asdict(_degrees(layout)).items() if degree > 1}
     if strategy == "pipeline":
@@ -56,11 +88,13 @@ def config_keys(layout: Layout, *, tokens_per_sample: int | None = None) -> dict
     return keys
 
 
-def layout_options(layout: Layout) -> list[str]:
+def layout_options(layout: Layout, question: Question) -> list[str]:
     """Return the layout as options of `scaleray train` for a config that already has the batch, the precision and the
     workers."""
     known = known_keys()
-    keys = {name: values for name, values in config_keys(layout).items() if name not in ("scale", "precision")}
+    keys = {
+        name: values for name, values in config_keys(layout, question).items() if name not in ("scale", "precision")
+    }
     keys["batch"] = {"micro_size": layout.micro_batch}
     return [
         f"--{section}.{key.replace('_', '-')} {str(value).lower()}"

@@ -16,6 +16,7 @@ from scaleray.config.hardware.hardware_file import read_hardware_file
 from scaleray.config.hardware.hardware_kinds import Cluster
 from scaleray.config.hardware.lookup import Catalogue
 from scaleray.config.hardware.measured_collectives import read_measured_tables
+from scaleray.config.loading import without_degrees
 from scaleray.errors import ConfigError, UsageError
 from scaleray.planner.answers.measurement import Measurement, anchor_of, measurement_of, read_measurement
 from scaleray.planner.answers.plan_question import Question
@@ -41,18 +42,23 @@ USUAL_SAMPLES = 32
 
 
 def question_of(
-    options: LayoutOptions, *, rank_by: str = "throughput", config: Path | None = None, overrides: Sequence[str] = ()
+    options: LayoutOptions,
+    *,
+    rank_by: str = "throughput",
+    config: Path | None = None,
+    overrides: Sequence[str] = (),
+    cluster: Cluster | None = None,
 ) -> Question:
-    """Return the question to the planner. Raises ConfigError or UsageError if an input is missing, unknown or
-    impossible."""
+    """Return the question to the planner. cluster: None is that of the options. Raises ConfigError or UsageError if an
+    input is missing, unknown or impossible."""
     if overrides and config is None:
         raise ConfigError(
             "an option", overrides[0], "config keys can be given only with -c", "scaleray plan --help lists the options"
         )
-    resolved = load_config(config, flags=overrides) if config else None
+    resolved = load_config(config, flags=overrides, planned=without_degrees) if config else None
     own = read_hardware_file(Path(options.hardware)) if options.hardware else None
     catalogue = CATALOGUE.with_entries(own) if own is not None else CATALOGUE
-    target = _cluster(options, catalogue)
+    target = cluster or _cluster(options, catalogue)
     if options.collectives is not None:
         target = dataclasses.replace(target, measured=read_measured_tables(Path(options.collectives)))
     shape = _model(options, resolved, config, overrides)
@@ -88,6 +94,7 @@ def question_of(
         anchor=anchor,
         learned=tuple(lesson.lines()) if lesson is not None else (),
         input_samples_per_s=options.input_rate,
+        config=resolved,
         rank_by=rank_by,
     )
 

@@ -73,7 +73,7 @@ def plan(*, options: PlanOptions, config: str | Path | None = None, overrides: S
     """
     file, command = None if config is None else Path(config), "scaleray.plan(...)"
     answer = answered(options, config=file, overrides=overrides)
-    registered(answer, config=file, overrides=overrides, record=options.record, command=command)
+    registered(answer, record=options.record, command=command)
     if options.write is not None:
         answer.write_config(file, Path(options.write))
     if options.html is not None:

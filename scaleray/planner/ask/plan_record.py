@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from scaleray.common.printed import quantity
-from scaleray.config import RunConfig, load_config
+from scaleray.config import RunConfig
 from scaleray.config.loading import read_environment
 from scaleray.config.tracking_monitoring_study import TrackingSettings
 from scaleray.errors import ConfigError
@@ -133,14 +133,12 @@ def _way(way: Way) -> dict[str, Any]:
     }
 
 
-def registered(
-    answer: Answer, *, config: Path | None, overrides: Sequence[str], record: bool, command: str
-) -> str | None:
+def registered(answer: Answer, *, record: bool, command: str) -> str | None:
     """Return the MLflow page of the plan, if recorded: with `record`, and always under a team policy.
 
     Raises ConfigError for a plan that breaks the policy, TrackingError if MLflow cannot be used.
     """
-    whole = load_config(config, flags=overrides) if config is not None else None
+    whole = answer.advice.question.config
     tracking = whole.tracking if whole is not None else _tracking_of_environment()
     if tracking.policy is None and not record:
         return None

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from scaleray.launch.cluster.connection import Node
 
 
-def this_machine(catalogue: Catalogue) -> Cluster:
-    """Return the GPUs, of one type, with their link, as reported by the driver. Raises ClusterError if they differ."""
+def this_machine(catalogue: Catalogue, *, has_gpus: bool = True) -> Cluster:
+    """Return the GPUs, of one type, with their link, as reported by the driver, or else the processors. has_gpus: False
+    for workers without any. Raises ClusterError if GPUs differ."""
+    if not has_gpus:
+        return _processors(catalogue, "the workers have no GPUs")
     try:
         driver = nvml.opened()
     except Exception as exc:  # no driver, or one that fails: use the processors
@@ -55,7 +58,7 @@ def _processors(catalogue: Catalogue, reason: str) -> Cluster:
     )
 
 
-def ray_cluster(address: str, catalogue: Catalogue, *, network: str | None = None) -> Cluster:
+def ray_cluster(address: str, catalogue: Catalogue, *, network: str | None = None, has_gpus: bool = True) -> Cluster:
     """Return the GPU nodes of the Ray cluster at `address`. Only this function imports Ray.
 
     Raises ClusterError like `cluster_of_nodes`.
@@ -63,17 +66,20 @@ def ray_cluster(address: str, catalogue: Catalogue, *, network: str | None = Non
     from scaleray.launch.cluster.connection import joined
 
     with joined(address) as nodes:
-        return cluster_of_nodes(nodes, catalogue, network=network)
+        return cluster_of_nodes(nodes, catalogue, network=network, has_gpus=has_gpus)
 
 
-def cluster_of_nodes(nodes: Sequence[Node], catalogue: Catalogue, *, network: str | None = None) -> Cluster:
+def cluster_of_nodes(
+    nodes: Sequence[Node], catalogue: Catalogue, *, network: str | None = None, has_gpus: bool = True
+) -> Cluster:
     """Combine nodes with GPUs of one type and number, or without any GPU the processors of all. Ray reports neither
-    links nor networks: those of the usual machine are assumed, unless `network` is given.
+    links nor networks: those of the usual machine are assumed, unless `network` is given. has_gpus: False for workers
+    without any.
 
     Raises ClusterError if nodes differ, or for several without a network; UsageError for a GPU that is not in the
     catalogue.
     """
-    with_gpus = [node for node in nodes if node.resources.get("GPU", 0) >= 1]
+    with_gpus = [node for node in nodes if has_gpus and node.resources.get("GPU", 0) >= 1]
     kinds = Counter((_accelerator(node), int(node.resources["GPU"])) for node in with_gpus)
     if not kinds:
         return _processors_of(nodes, catalogue, network)
@@ -139,12 +145,13 @@ def _processors_of(nodes: Sequence[Node], catalogue: Catalogue, network: str | N
     notes = (
         f"no node has a GPU: {cores} processor cores each, whose speed is known only to an order of magnitude;  "
         "measure with --step-time",
+        *([f"network {known.network}, since Ray does not report it"] if network is None and num_nodes > 1 else []),
     )
     return Cluster(
         gpu=core,
         gpus_per_node=cores,
         num_nodes=num_nodes,
         link=catalogue.find_link(core.link),
-        network=_network(network, "", num_nodes, catalogue),
+        network=_network(network, known.network, num_nodes, catalogue),
         notes=notes,
     )

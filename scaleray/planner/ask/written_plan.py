@@ -8,23 +8,20 @@ import yaml
 
 from scaleray.common.parsing import load_yaml
 from scaleray.config import load_config
+from scaleray.config.parallel import AUTO
 from scaleray.errors import ConfigError, StorageError
-from scaleray.planner.answers.advise import Advice
-from scaleray.planner.answers.written_config import config_keys, is_runnable
+from scaleray.planner.answers.advise import Advice, Choice
+from scaleray.planner.answers.written_config import config_keys, refusal
 
 
 def write_config(advice: Advice, config: Path | None, path: Path) -> list[str]:
-    """Write the best layout that has a strategy in `scaleray train`, based on `config`, and report it. Raises
-    ConfigError if there is none, or if `scaleray train` would reject the config; StorageError if `path` cannot be
-    written."""
-
-    runnable = [choice for choice in advice.choices if is_runnable(choice.layout)]
-    if not runnable:
-        raise ConfigError("--write", str(path), "no layout that scaleray train can run fits", "plan without ep")
-    chosen = next((choice for choice in runnable if choice.fits == "fits"), runnable[0])
+    """Write the best layout that `scaleray train` accepts, based on `config`; return lines about it. Raises ConfigError
+    if there is none, StorageError if `path` cannot be written."""
+    chosen, why_not = runnable(advice)
     given = load_yaml(config.read_text()) if config else {}
-    in_tokens = (given.get("batch") or {}).get("unit") == "tokens"
-    keys = config_keys(chosen.layout, tokens_per_sample=advice.question.model.tokens_per_sample if in_tokens else None)
+    if given.get("parallel") == AUTO:
+        del given["parallel"]
+    keys = config_keys(chosen.layout, advice.question)
     # prediction with which the run is compared while running
     held_against = {
         "expected_samples_per_s": chosen.samples_per_s,
@@ -49,9 +46,8 @@ def write_config(advice: Advice, config: Path | None, path: Path) -> list[str]:
     lines = [f"config: {path}, {chosen.layout.describe()}"]
     if chosen is not advice.best:
         ratio = chosen.step_time_s.value / advice.best.step_time_s.value
-        lines.append(
-            f"  the recommended layout has no strategy in scaleray train; this one takes {ratio:.2f} times as long"
-        )
+        lines.append(f"  scaleray train refuses the recommended layout; this one takes {ratio:.2f} times as long")
+        lines.append(f"  {why_not}")
     if chosen.fits != "fits":
         lines.append(
             "  it may not fit: no layout that scaleray train can run certainly does;  "
@@ -65,3 +61,15 @@ def write_config(advice: Advice, config: Path | None, path: Path) -> list[str]:
     if config is None:
         lines.append("  add workload.name, or plan with -c, for scaleray train to run it")
     return lines
+
+
+def runnable(advice: Advice) -> tuple[Choice, str]:
+    """Return the best choice that `scaleray train` accepts, one that certainly fits if possible, and why it refuses the
+    recommended one, if it does. Raises ConfigError if it accepts none."""
+    first = ""
+    for choice in sorted(advice.choices, key=lambda one: one.fits != "fits"):
+        why = refusal(choice.layout, advice.question)
+        if not why:
+            return choice, first
+        first = first or why
+    raise ConfigError.problem("layout", f": scaleray train refuses all {len(advice.choices)}: {first.rstrip('.')}")

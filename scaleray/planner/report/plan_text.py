@@ -6,7 +6,7 @@ from typing import Any
 
 from scaleray.planner.answers.advise import Advice, Choice
 from scaleray.planner.answers.outlook import Outlook
-from scaleray.planner.answers.written_config import is_runnable, layout_options
+from scaleray.planner.answers.written_config import layout_options, refusal
 from scaleray.planner.cost.checkpoint_stalls import CheckpointCost
 from scaleray.planner.cost.memory import memory_interval
 from scaleray.records.text.study_sweep_tables import Table, sentence_case
@@ -18,10 +18,11 @@ def layout_table(advice: Advice, rows: int) -> Table:
     question, shown = advice.question, advice.choices[:rows]
     cluster = question.cluster
     has_tokens = question.model.tokens_per_sample > 1
+    refused = {one.layout: why for one in shown if (why := refusal(one.layout, question))}
     cells = []
     for number, one in enumerate(shown, 1):
         row = {
-            "rank": f"{number}{'' if one is not advice.best else ' *'}",
+            "rank": f"{number}{'' if one is not advice.best else ' *'}{' x' if one.layout in refused else ''}",
             "layout": one.layout.describe(),
             "step time": with_interval(one.step_time_s, seconds) + ("" if one.is_trusted else " ?"),
             "tokens/s" if has_tokens else "samples/s": count(one.tokens_per_s if has_tokens else one.samples_per_s),
@@ -39,6 +40,7 @@ def layout_table(advice: Advice, rows: int) -> Table:
     notes.append(f"* recommended: {_ranked_words(advice)}.")
     notes += [] if all(one.fits == "fits" for one in shown) else ["! its memory may not fit."]
     notes += [] if all(one.is_trusted for one in shown) else ["? do not rely on this without a measurement."]
+    notes += [f"x scaleray train refuses it: {why}" for why in dict.fromkeys(refused.values())]
     title = (
         f"{question.model.name} ({_count(question.model.num_params)} parameters) "
         f"on {cluster.num_nodes} x {cluster.gpus_per_node} {cluster.gpu.name}, "
@@ -123,8 +125,8 @@ def faster_lines(advice: Advice) -> list[str]:
         return []
     gain = rival.samples_per_s / advice.best.samples_per_s - 1
     found = [f"{100 * gain:.0f} % faster but may not fit: {rival.layout.describe()}; {_needed(rival)}"]
-    if is_runnable(rival.layout):
-        options = " ".join(layout_options(rival.layout))
+    if not refusal(rival.layout, advice.question):
+        options = " ".join(layout_options(rival.layout, advice.question))
         found.append(
             f"to try it, run a few steps of scaleray train with {options} --stop.after '5 steps', "
             "and peak_memory_bytes in their record.json"

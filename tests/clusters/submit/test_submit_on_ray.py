@@ -58,19 +58,31 @@ def test_a_training_is_submitted_followed_and_recorded_and_a_wrong_token_is_refu
 
 
 @pytest.mark.combination
-@pytest.mark.combination
 def test_rays_own_command_runs_a_training_and_fails_where_that_does(ray_head, words, tmp_path):
     ray = [str(Path(sys.executable).parent / "ray"), "job", "submit", "--address", ray_head.dashboard]
-    training = ["python", "-m", "scaleray", "train", "-c", "run.yaml", *words]
+    training = [
+        "python",
+        "-m",
+        "scaleray",
+        "train",
+        "-c",
+        "run.yaml",
+        "--parallel",
+        "auto",
+        "--scale.workers",
+        "2",
+        *words,
+    ]
     asked = [*ray, "--working-dir", ".", "--", *training]
     done = subprocess.run([*asked, "--tracking.run-name", "plain"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert json.loads((tmp_path / "runs" / "plain" / "record.json").read_text())["status"] == "FINISHED"
+    record = json.loads((tmp_path / "runs" / "plain" / "record.json").read_text())
+    assert record["status"] == "FINISHED" and record["config"]["strategy"]["name"] == "ddp"
+    assert "parallel: auto is ddp, data 2" in done.stdout
     failed = subprocess.run([*asked, "--batch.global_size", "0"], capture_output=True, text=True, timeout=600)
     assert failed.returncode == 1 and "batch.global_size is 0" in failed.stdout, failed.stdout[-2000:]
 
 
-@pytest.mark.combination
 @pytest.mark.combination  # a minute: Ray itself kills after three seconds, so that a checkpoint must take longer
 def test_a_training_that_is_stopped_saves_first_however_long_that_takes(ray_head, words, tmp_path):
     marker, slow = tmp_path / "marker", tmp_path / "slow"

@@ -17,7 +17,7 @@ from scaleray.planner.answers.advise import advise, best_of, predict
 from scaleray.planner.answers.layouts import layouts
 from scaleray.planner.answers.outlook import CurvePoint, outlook, remarks_on
 from scaleray.planner.answers.plan_question import Question
-from scaleray.planner.answers.written_config import config_keys, is_runnable
+from scaleray.planner.answers.written_config import config_keys, refusal
 from scaleray.planner.cost.layout import Layout
 from scaleray.planner.cost.memory import memory
 from scaleray.planner.cost.step_time import least_step_s, step_time
@@ -132,7 +132,9 @@ def test_the_chosen_layout_is_a_config_that_train_takes(strategies):
     )
     layout = advise(question).best.layout
     flags = {
-        f"{section}.{key}": value for section, values in config_keys(layout).items() for key, value in values.items()
+        f"{section}.{key}": value
+        for section, values in config_keys(layout, question).items()
+        for key, value in values.items()
     }
     config = load_config("jobs/digits.yaml", flags=flags, environ={})
     assert config.scale.workers == 8 and config.batch.global_size == 64
@@ -154,7 +156,7 @@ WRITABLE = {
 @pytest.mark.parametrize("name", WRITABLE)
 def test_what_is_written_of_a_layout_is_what_train_reads(name):
     layout, strategy = WRITABLE[name]
-    keys = config_keys(layout)
+    keys = config_keys(layout, LLAMA)
     config = load_config(
         "jobs/digits.yaml",
         flags={f"{section}.{key}": value for section, values in keys.items() for key, value in values.items()},
@@ -184,16 +186,16 @@ def test_tensor_pipeline_context_and_experts_are_written_where_train_has_them():
     layout = next(
         one for one in layouts(replace(LLAMA, strategies=("tp", "pp"))) if one.tensor > 1 and one.pipeline > 1
     )
-    degrees = config_keys(layout)["parallel"]
+    degrees = config_keys(layout, LLAMA)["parallel"]
     assert (degrees["tensor"], degrees["pipeline"]) == (layout.tensor, layout.pipeline)
-    assert config_keys(replace(layout, context=2))["parallel"]["context"] == 2
-    assert config_keys(Layout(context=4, data=2))["parallel"] == {"replicate": 2, "context": 4}
+    assert config_keys(replace(layout, context=2), LLAMA)["parallel"]["context"] == 2
+    assert config_keys(Layout(context=4, data=2), LLAMA)["parallel"] == {"replicate": 2, "context": 4}
     of_experts = Layout(data=8, shard=4, expert=4, sharding="zero3")
-    assert config_keys(of_experts)["parallel"] == {"replicate": 2, "shard": 4, "expert": 4}
+    assert config_keys(of_experts, LLAMA)["parallel"] == {"replicate": 2, "shard": 4, "expert": 4}
     for refused in (replace(layout, expert=2), Layout(data=8, expert=2), replace(of_experts, expert=8)):
-        assert not is_runnable(refused)
+        assert "divides experts over the workers of fsdp alone" in refusal(refused, LLAMA)
         with pytest.raises(ConfigError, match="divides experts over the workers of fsdp alone"):
-            config_keys(refused)
+            config_keys(refused, LLAMA)
 
 
 def test_sixteen_thousand_gpus_are_as_easy_as_sixteen():

@@ -148,7 +148,7 @@ def test_a_plan_spreads_experts_where_it_is_asked_to():
     assert {choice.layout.expert for choice in found.choices} == {1, 2, 4, 8}
     assert found.best.layout.expert > 1 and "ep" in found.best.layout.describe()
     assert any("experts" in words for words in found.best.doubts)
-    assert config_keys(found.best.layout)["parallel"]["expert"] == found.best.layout.expert
+    assert config_keys(found.best.layout, found.question)["parallel"]["expert"] == found.best.layout.expert
     dense = Question(model=find_model("llama-7b"), cluster=CLUSTER, global_batch=512, strategies=("fsdp", "ep"))
     assert {layout.expert for layout in layouts(dense)} == {1}
 
