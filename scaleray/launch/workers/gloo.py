@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from scaleray.common.guarded import end_with_parent
@@ -285,7 +286,8 @@ TELL = _Tell()
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves the workload out: a class from a user's file exists in this process only."""
+    """Pickler that omits the workload, since a class from a user's file exists in this process only, and takes functions
+    and classes of the main script by value."""
 
     def __init__(self, file: Any, workload: Any) -> None:
         super().__init__(file)
@@ -293,6 +295,13 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> str | None:
         return "workload" if value is self.workload else "tell" if value is TELL else None
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, type | FunctionType) or value.__module__ != "__main__":
+            return NotImplemented
+        import cloudpickle
+
+        return pickle.loads, (cloudpickle.dumps(value),)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -64,3 +64,11 @@ def test_a_script_that_starts_them_at_its_top_level_is_not_run_once_more(tmp_pat
     with gloo_processes(1, UserCode(None, {}, None), timeout_s=60) as processes:
         assert processes.run(1, number, workload=None) == 0
     assert not mark.exists() and main.__file__ == str(script)
+
+
+def test_functions_of_the_main_script_reach_the_processes(monkeypatch):
+    main = types.ModuleType("__main__")
+    exec("WORDS = ['rank']\ndef words(place): return [*WORDS, place.rank]", main.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    with gloo_processes(1, UserCode(None, {}, None), timeout_s=60) as processes:
+        assert processes.run(1, main.words, workload=None) == ["rank", 0]
