@@ -59,6 +59,8 @@ LAYOUTS_OF_EXPERTS = {
     "expert over all": (4, {"parallel.shard": 4, "parallel.expert": 4}),
     "expert within shard": (4, {"parallel.shard": 4, "parallel.expert": 2}),
     "expert within replicate x shard": (4, {"parallel.shard": 2, "parallel.expert": 2}),
+    "expert over context": (2, {"parallel.context": 2, "parallel.expert": 2}),
+    "expert within replicate x context": (4, {"parallel.replicate": 2, "parallel.context": 2, "parallel.expert": 2}),
     "expert over shard x context": (4, {"parallel.shard": 2, "parallel.context": 2, "parallel.expert": 4}),
     "context": (2, {"parallel.context": 2, "context.exchange": "ring"}),
 }

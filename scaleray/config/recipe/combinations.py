@@ -202,7 +202,7 @@ def check_compression(config: RunConfig, strategy: str) -> None:
 def check_fsdp(config: RunConfig, workers: int) -> None:
     """Check that the state is sharded over workers, and that offloading has a GPU to offload from."""
     degrees = config.degrees(workers)
-    if degrees.shard == 1 < workers:
+    if degrees.shard * degrees.context == 1 < workers:
         near = [n for n in range(1, workers) if workers % n == 0]
         raise ConfigError(
             "parallel.replicate",

@@ -61,7 +61,7 @@ def build_mesh(degrees: Degrees, strategy: str, device_type: str) -> DeviceMesh:
     # left its group and joined another, as between two sizes of `verify`, they would name groups that are gone
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
-    both = degrees.shard > 1 if strategy != "tensor" else True
+    both = degrees.shard > 1 or strategy in ("fsdp", "tensor")
     shard = degrees.shard * degrees.context
     data = {"replicate": degrees.replicate, "shard": shard} if degrees.replicate > 1 and both else {}
     is_apart = traits_of(strategy).trains_apart and degrees.whole > 1
