@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from scaleray.errors import ConfigError
-from scaleray.parallel import MixtureOfExperts, positions
+from scaleray.parallel import MixtureOfExperts, MixtureParallel, positions
 
 NORM_EPSILON = 1e-5
 
@@ -266,8 +266,6 @@ def tensor_plan(config: TransformerConfig, *, size: int, sequence_parallel: bool
     the vocabulary, also where they are one table. sequence_parallel: norms and the residual stream by tokens, for inputs of
     max_sequence_length tokens or any other multiple of `size`. Sources: arXiv:1909.08053, arXiv:2205.05198.
     """
-    if config.num_experts is not None:
-        raise ConfigError("parallel.tensor", size, "the plan has no experts", "use parallel.expert within shard")
     for name, count in (
         ("num_heads", config.num_heads),
         ("num_kv_heads", config.kv_heads),
@@ -289,16 +287,18 @@ def tensor_plan(config: TransformerConfig, *, size: int, sequence_parallel: bool
     }
     for name in ("query", "key", "value"):
         plan[f"blocks.*.attention.{name}"] = ColwiseParallel()
-    for name in ("gate", "up"):
-        plan[f"blocks.*.feed_forward.{name}"] = ColwiseParallel()
     plan["blocks.*.attention.output"] = RowwiseParallel(output_layouts=stream)
-    plan["blocks.*.feed_forward.down"] = RowwiseParallel(output_layouts=stream)
+    if config.num_experts is not None:
+        plan["blocks.*.feed_forward"] = MixtureParallel(input_layouts=stream, output_layouts=stream)
+    else:
+        plan |= {f"blocks.*.feed_forward.{name}": ColwiseParallel() for name in ("gate", "up")}
+        plan["blocks.*.feed_forward.down"] = RowwiseParallel(output_layouts=stream)
     if sequence_parallel:
         whole = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),), use_local_output=True)
         with_rotations = PrepareModuleInput(
             input_layouts=(stream, None), desired_input_layouts=(Replicate(), None), use_local_output=True
         )
-        plan |= {"blocks.*.attention": with_rotations, "blocks.*.feed_forward": whole}
+        plan = {"blocks.*.attention": with_rotations, "blocks.*.feed_forward": whole, **plan}  # a mixture has its own
         for name in ("blocks.*.attention_norm", "blocks.*.feed_forward_norm", "norm"):
             plan[name] = SequenceParallel(use_local_output=True)
     return plan

@@ -27,6 +27,7 @@ from scaleray.config import RunConfig, load_config
 from scaleray.config.recipe.derive import derive
 from scaleray.data import TRAIN, RankBatch, Split, load_sources
 from scaleray.launch.session.data_sources import is_in_steps
+from scaleray.parallel import Replicated
 from scaleray.records.run_record import (
     CheckpointRecord,
     EvaluationRecord,
@@ -36,7 +37,6 @@ from scaleray.records.run_record import (
     WorkerSummary,
 )
 from scaleray.strategies.contract.weight_shares import WeightShare
-from scaleray.strategies.tensor import Replicated
 from scaleray.training import loop
 from scaleray.training.health.worker_progress import Progress
 from scaleray.training.setup.job import TrainJob

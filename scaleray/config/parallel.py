@@ -175,10 +175,10 @@ def degrees_of(settings: ParallelSettings, strategy: str, workers: int) -> Degre
         )  # fmt: skip
     for axis, degree in asdict(found).items():
         if degree > 1 and axis == "expert" and axis not in traits.axes:
-            raise ConfigError(
-                "parallel.expert", degree, f"strategy.name is {strategy}, which does not divide experts",
-                "use it within shard and context alone: fsdp",
-            )  # fmt: skip
+            why = f"strategy.name is {strategy}, which does not divide experts"
+            if strategy == "pipeline":
+                why = "replicas of a pipeline's stage order their micro-batches each on its own"
+            raise ConfigError("parallel.expert", degree, why, "use it with replicate, shard, context and tensor alone")
         if degree > 1 and axis not in traits.axes:
             raise ConfigError(
                 f"parallel.{axis}", degree, f"strategy.name is {strategy}, which has no such axis",

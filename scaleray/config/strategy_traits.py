@@ -47,7 +47,7 @@ TRAITS: dict[str, Traits] = {
     "ddp": Traits(axes=("replicate", "context"), reduces_by_ddp=True, sums_gradients=True),
     "zero1": Traits(axes=("replicate", "context"), reduces_by_ddp=True, sums_gradients=True, sharding="zero1"),
     "fsdp": Traits(axes=("replicate", "shard", "context", "expert"), sums_gradients=True, sharding="zero3"),
-    "tensor": Traits(axes=("replicate", "shard", "context", "tensor"), splits_replica=True),
+    "tensor": Traits(axes=("replicate", "shard", "context", "tensor", "expert"), splits_replica=True),
     "pipeline": Traits(
         axes=("pipeline", "replicate", "shard", "context", "tensor"),
         splits_replica=True,

@@ -2,5 +2,6 @@
 
 from scaleray.parallel.context import part, positions
 from scaleray.parallel.experts import MixtureOfExperts, balance_loss, expert_metrics
+from scaleray.parallel.tensor_styles import MixtureParallel, Replicated
 
-__all__ = ["MixtureOfExperts", "balance_loss", "expert_metrics", "part", "positions"]
+__all__ = ["MixtureOfExperts", "MixtureParallel", "Replicated", "balance_loss", "expert_metrics", "part", "positions"]

@@ -72,10 +72,8 @@ class Experts(nn.Module):
     def _own(self, weights: torch.Tensor) -> torch.Tensor:
         """This worker's experts. Their gradients have the tokens of all workers of the group already, and are averaged
         over fewer workers than those of other layers."""
-        if self.group is None:
-            return weights
         own = weights.to_local() if isinstance(weights, DTensor) else weights
-        if own.requires_grad:
+        if self.group is not None and own.requires_grad:
             size = dist.get_world_size(self.group)
             own.register_hook(lambda gradient: gradient / size)
         return own
@@ -137,34 +135,43 @@ class MixtureOfExperts(nn.Module):
 
 
 def mixtures(model: nn.Module) -> list[MixtureOfExperts]:
-    """The mixtures of experts in a model. Raises WorkloadError for a pipeline's stage, which lacks those of others."""
-    if any(getattr(module, "is_elsewhere", False) for module in model.modules()):
-        raise WorkloadError.problem(
-            "loss()",
-            "asks for the balance of experts: in a pipeline a worker has those of its own stage only",
-            "use other degrees than parallel.pipeline",
-        )
+    """Mixtures of experts in a model, or in a stage of a pipeline."""
     return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+
+
+def expert_totals(model: nn.Module) -> torch.Tensor | None:
+    """Sums over the mixtures of a model's last pass, in a pipeline with those of earlier stages, which the model has as
+    `earlier_totals`: balance loss, dropped choices, choices under a capacity, and number of mixtures (4,). None if no
+    mixture was called."""
+    earlier = getattr(model, "earlier_totals", None)
+    found = [] if earlier is None else [earlier]
+    for layer in mixtures(model):
+        if layer.balance is not None:
+            dropped, choices = layer.dropped or (0, 0)
+            counts = [layer.balance.new_tensor(count) for count in (choices, 1)]
+            found.append(torch.stack([layer.balance, layer.balance.new_zeros(()) + dropped, *counts]))
+    return torch.stack(found).sum(0) if found else None
 
 
 def balance_loss(model: nn.Module) -> torch.Tensor:
     """The balance loss of a model's last pass, summed over its mixtures and tokens; add a small multiple of it to a sum
     of losses over tokens."""
-    found = [module.balance for module in mixtures(model) if module.balance is not None]
-    if not found:
+    return _totals(model)[0]
+
+
+def _totals(model: nn.Module) -> torch.Tensor:
+    found = expert_totals(model)
+    if found is None:
         raise WorkloadError.problem("the model", "has no scaleray.parallel.MixtureOfExperts that was called")
-    return torch.stack(found).sum()
+    return found
 
 
 def expert_metrics(model: nn.Module, tokens: int) -> dict[str, tuple[Any, Any]]:
     """Sums and counts for `metrics()`: `expert_balance`, 1 where all experts get equally many of the `tokens` of the
     last pass, and `expert_dropped`, the share of choices beyond the capacity."""
-    layers = mixtures(model)
-    dropped = [layer.dropped for layer in layers if layer.dropped is not None]
-    found: dict[str, tuple[Any, Any]] = {"expert_balance": (balance_loss(model), tokens * len(layers))}
-    if dropped:
-        found["expert_dropped"] = torch.stack([number for number, _ in dropped]).sum(), sum(all_ for _, all_ in dropped)
-    return found
+    balance, dropped, choices, layers = _totals(model)
+    found = {"expert_balance": (balance, tokens * int(layers))}
+    return found | ({"expert_dropped": (dropped, int(choices))} if choices else {})
 
 
 class _Exchange(torch.autograd.Function):

@@ -168,9 +168,11 @@ def _along(placement: Shard, parameter: nn.Parameter) -> Shard:
 
 
 def divide_experts(model: nn.Module, mesh: DeviceMesh, degree: int) -> DividedExperts:
-    """Keep this worker's experts, as DTensors over `degree` neighbours along the last axis of the mesh. Collective.
-    Raises WorkloadError for a model without experts, or with a number that the workers do not divide."""
-    fine = mesh._unflatten(mesh.ndim - 1, (mesh.size(-1) // degree, degree), ("of_experts", "ep"))
+    """Keep this worker's experts, as DTensors over `degree` neighbours along the last data axis of the mesh, and over
+    `tp` if they are split over it. Collective. Raises WorkloadError for a model without experts, or with a number that
+    the workers do not divide."""
+    data = [name for name in mesh.mesh_dim_names or () if name != "tp"][:-1]
+    fine = mesh._unflatten(len(data), (mesh.size(len(data)) // degree, degree), ("of_experts", "ep"))
     ours = fine["ep"]
     modules = [module for module in model.modules() if isinstance(module, Experts)]
     if not modules:
@@ -188,10 +190,16 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh, degree: int) -> DividedEx
             )  # fmt: skip
         module.group = ours.get_group()
         for name, weights in list(module.named_parameters()):
-            own = weights.detach().tensor_split(ours.size())[ours.get_local_rank()].clone()
-            divided = DTensor.from_local(own, ours, [Shard(0)], run_check=False)
+            part: Any = weights.detach()
+            placements: list[Any] = [Shard(0)]
+            over = ours
+            if isinstance(part, DTensor):
+                placements, over = [*placements, *part.placements], fine["ep", "tp"]
+                part = part.to_local()
+            own = part.tensor_split(ours.size())[ours.get_local_rank()].clone()
+            divided = DTensor.from_local(own, over, placements, run_check=False)
             module.register_parameter(name, nn.Parameter(divided, weights.requires_grad))
-    return DividedExperts(modules, fine[(*(mesh.mesh_dim_names or ())[:-1], "of_experts")], degree)
+    return DividedExperts(modules, fine[(*data, "of_experts")], degree)
 
 
 def shard(

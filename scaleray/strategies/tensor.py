@@ -16,15 +16,25 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from scaleray.common.equal_models import dense_buffers
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
+from scaleray.parallel.tensor_styles import Replicated
 from scaleray.strategies.contract.parallel import OnModel, Parallel
 from scaleray.strategies.contract.weight_shares import WeightShare, share_among
-from scaleray.strategies.fsdp import Root, check_one_dtype, mixed_precision, shard_statistics, total_norm, with_output
+from scaleray.strategies.fsdp import (
+    DividedExperts,
+    Root,
+    check_one_dtype,
+    divide_experts,
+    mixed_precision,
+    shard_statistics,
+    total_norm,
+    with_output,
+)
 from scaleray.strategies.sharding.counted_passes import CountedPasses
 from scaleray.strategies.sharding.unsharding import unshard_for_good
 from scaleray.workload import call_user_code
@@ -45,8 +55,10 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     split = SplitLayers(model, mesh["tp"], config, workload)
     notes = [split.note]
     root = None
+    degree, experts = config.degrees(dist.get_world_size()).expert, None
     if replicas.size() > 1:
-        notes += _shard(model, replicas, config, workload)
+        experts = divide_experts(model, mesh, degree) if degree > 1 else None
+        notes += _shard(model, replicas, config, workload, experts)
         root = Root.over(model, replicas)
     else:
         for parameter in model.parameters():
@@ -54,7 +66,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
                 parameter.register_post_accumulate_grad_hook(complete)
     passes = CountedPasses(model, root or OnModel(model), mesh)
     if root is not None:
-        passes.count_units()
+        passes.count_units(experts)
     is_compiled = config.compilation.what != "nothing"
 
     def share_buffers() -> None:
@@ -134,25 +146,6 @@ def data_axes(mesh: DeviceMesh) -> DeviceMesh:
     return mesh["replicate", "shard"] if "replicate" in (mesh.mesh_dim_names or ()) else mesh["dp"]
 
 
-class Replicated(ParallelStyle):
-    """Style of a module with whole parameters on every worker, which takes and returns equal plain tensors."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def to_dtensor(value: Any) -> Any:
-            is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-            return DTensor.from_local(value, device_mesh, [Replicate()], run_check=False) if is_plain else value
-
-        def take(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-            return tuple(to_dtensor(value) for value in inputs)
-
-        def give(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-            if isinstance(output, DTensor):
-                return output.redistribute(placements=[Replicate()]).to_local()
-            return output
-
-        return distribute_module(module, device_mesh, None, take, give)
-
-
 def _plan(model: nn.Module, config: RunConfig, workload: Any, *, size: int) -> Mapping[str, ParallelStyle]:
     make: Callable[..., Any] | None = getattr(workload, "tensor_plan", None)
     plan = None
@@ -183,13 +176,17 @@ def _plan(model: nn.Module, config: RunConfig, workload: Any, *, size: int) -> M
     return plan
 
 
-def _shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) -> list[str]:
+def _shard(
+    model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any, experts: DividedExperts | None
+) -> list[str]:
     """Shard the parts of a replica over the replicas; returns notes for the user."""
     dtype = check_one_dtype(model.named_parameters())
     policy, notes = mixed_precision(config, dtype)
     blocks = workload.blocks(model) if callable(getattr(workload, "blocks", None)) else None
     statistics = shard_statistics(model, policy, mesh=mesh)
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": config.fsdp.reshard_after_forward}
+    if experts is not None:
+        experts.shard(reshard_after_forward=config.fsdp.reshard_after_forward, mp_policy=policy)
     for block in blocks or ():
         if block not in statistics:
             fully_shard(block, mp_policy=policy, **options)

@@ -63,6 +63,13 @@ LAYOUTS_OF_EXPERTS = {
     "expert within replicate x context": (4, {"parallel.replicate": 2, "parallel.context": 2, "parallel.expert": 2}),
     "expert over shard x context": (4, {"parallel.shard": 2, "parallel.context": 2, "parallel.expert": 4}),
     "context": (2, {"parallel.context": 2, "context.exchange": "ring"}),
+    "tensor": (2, {"parallel.tensor": 2}),
+    "tensor, whole sequences": (2, {"parallel.tensor": 2, "tensor.sequence_parallel": False}),
+    "expert within shard, with tensor": (4, {"parallel.shard": 2, "parallel.tensor": 2, "parallel.expert": 2}),
+    "pipeline": (2, {"parallel.pipeline": 2}),
+    "pipeline with tensor": (4, {"parallel.pipeline": 2, "parallel.tensor": 2}),
+    "pipeline with shard": (4, {"parallel.pipeline": 2, "parallel.shard": 2, "pipeline.schedule": "zero_bubble"}),
+    "pipeline with context": (4, {"parallel.pipeline": 2, "parallel.context": 2, "pipeline.schedule": "gpipe"}),
 }
 
 

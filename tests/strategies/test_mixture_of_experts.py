@@ -94,6 +94,7 @@ def test_each_worker_holds_its_part_of_its_experts_until_close(gloo):
         ((1, 16, 32), {"parallel.shard": 4, "parallel.expert": 4}),
         ((2, 8, 32), {"parallel.shard": 4, "parallel.expert": 2}),
         ((2, 16, 32), {"parallel.shard": 2, "parallel.expert": 2}),
+        ((2, 16, 16), {"parallel.shard": 2, "parallel.expert": 2, "parallel.tensor": 2}),
     ):
         for found in gloo.run(4, held, workload, flags):
             assert [each for each, _ in found] == [shape] * 4
@@ -114,11 +115,6 @@ REFUSED = {
         {"parallel.expert": 2, "parallel.shard": 2},
         "parallel.expert is 2: it must divide the 3 experts of a layer.*possible: 1, 3",
     ),
-    "balance in a pipeline": (
-        SmallTransformer(num_experts=2),
-        {"strategy.name": "pipeline"},
-        "in a pipeline a worker has those of its own stage only",
-    ),
 }
 
 
@@ -135,8 +131,12 @@ def test_experts_that_cannot_be_divided_are_refused(gloo, case):
         ({"parallel.expert": 4, "parallel.shard": 2}, "parallel.expert is 4: it must divide shard x context"),
         ({"parallel.expert": 2, "strategy.name": "ddp"}, "parallel.expert is 2: it must divide shard x context"),
         (
-            {"parallel.expert": 2, "parallel.tensor": 2, "parallel.shard": 2},
-            "strategy.name is tensor, which does not divide experts",
+            {"parallel.expert": 2, "parallel.pipeline": 2, "parallel.shard": 2},
+            "parallel.expert is 2: replicas of a pipeline's stage order their micro-batches each on its own",
+        ),
+        (
+            {"parallel.expert": 2, "strategy.name": "diloco", "parallel.replicate": 2, "parallel.shard": 2},
+            "strategy.name is diloco, which does not divide experts",
         ),
         ({"parallel.expert": 2, "noise_scale.measure": True}, "under parallel.expert a worker's gradients have the"),
     ],

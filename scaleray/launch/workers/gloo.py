@@ -286,8 +286,8 @@ TELL = _Tell()
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler that omits the workload, since a class from a user's file exists in this process only, and takes functions
-    and classes of the main script by value."""
+    """Pickler that omits the workload, since a class from a user's file exists in this process only, and takes
+    functions and classes of the main script by value."""
 
     def __init__(self, file: Any, workload: Any) -> None:
         super().__init__(file)

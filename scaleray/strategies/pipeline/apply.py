@@ -31,7 +31,7 @@ from scaleray.strategies.contract.parallel import Metrics, MicroBatch, Objective
 from scaleray.strategies.pipeline.busy_time import BusyTime, bubble_share
 from scaleray.strategies.pipeline.parts import Parts
 from scaleray.strategies.pipeline.pipeline_evaluation import Whole
-from scaleray.strategies.pipeline.stages import Stage
+from scaleray.strategies.pipeline.stages import Passed, Stage
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,  # Huang et al. 2019, arXiv:1811.06965
@@ -87,7 +87,7 @@ class Pipeline:
         self._seed = self._seed_of(0)
         self._times: Later | None = None  # busy and whole, summed over the workers of the replica
         self._schedules: dict[Any, Any] = {}
-        self._boundaries: dict[Any, list[Any]] = {}
+        self._boundaries: dict[Any, list[Passed]] = {}
         self._modules = [_StageModule(self, stage) for stage in parts.stages]
         self._busy = BusyTime(parts.device)
         self.enter: Enter = lambda phase: phase
@@ -157,8 +157,9 @@ class Pipeline:
             yield
         self.enter(Phase.COMMUNICATION)
 
-    def forward(self, stage: Stage, number: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Run one micro-batch through one stage; returns its activation, or the scaled loss of the last stage."""
+    def forward(self, stage: Stage, number: int, received: Passed) -> Passed | torch.Tensor:
+        """Run one micro-batch through one stage; returns the tensors that the next one receives, or the scaled loss of
+        the last stage."""
         piece = self._pieces[number]
         devices = [self.parts.device] if self.parts.device.type == "cuda" else []
         self.parts.in_mode_of_module(stage)
@@ -169,12 +170,15 @@ class Pipeline:
                 result: torch.Tensor = stage.run(
                     lambda module: self._objective(lambda computation: computation(module), piece), received
                 )
-                return result
+                # totals that the loss does not use have a gradient, too, for which the stage before waits
+                return result + sum(0 * totals.sum() for totals in received[1:])
             with self._autocast():
-                result = stage.run(lambda module: self.workload.loss(module, piece.batch), received)
-        result = result.contiguous()
+                passed = stage.run(lambda module: self.workload.loss(module, piece.batch), received)
         # a schedule detaches what it sent in place, which torch refuses for a view
-        return result.clone() if result._is_view() or result is received else result
+        return tuple(
+            each.clone() if each._is_view() or any(each is other for other in received) else each
+            for each in (each.contiguous() for each in passed)
+        )
 
     def close(self) -> None:
         """Forget the gradients and the schedules, and give the user's model the values of all stages. Collective."""
@@ -216,27 +220,31 @@ class Pipeline:
             )
         return self._schedules[key]
 
-    def _shapes(self, signature: Any) -> list[torch.Tensor]:
-        """Tensors without memory for the activations at the end of each stage but the last.
-        Collective over the replica."""
+    def _shapes(self, signature: Any) -> list[Passed]:
+        """Tensors without memory for those that each stage but the last sends. Collective over the replica."""
         if signature in self._boundaries:
             return self._boundaries[signature]
         parts = self.parts
         own = {stage.index: stage for stage in parts.stages}
         buffers = [(buffer, buffer.clone()) for buffer in dense_buffers(parts.module)]
-        found: list[torch.Tensor] = []
+        found: list[Passed] = []
         for index in range(parts.num_stages - 1):
             told: list[Any] = [None]
             if index in own:
-                received = None
-                if index:
-                    received = torch.zeros_like(found[-1], device=parts.device, requires_grad=found[-1].requires_grad)
+                received = tuple(
+                    torch.zeros_like(meta, device=parts.device, requires_grad=meta.requires_grad)
+                    for meta in (found[-1] if index else ())
+                )
                 with torch.enable_grad(), _own_errors():
                     result = self.forward(own[index], 0, received)
-                told = [(tuple(result.shape), result.dtype, result.requires_grad)]
+                told = [[(tuple(each.shape), each.dtype, each.requires_grad) for each in result]]
             dist.broadcast_object_list(told, group=parts.group, group_src=parts.owner(index), device=parts.device)
-            shape, dtype, requires_grad = told[0]
-            found.append(torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad))
+            found.append(
+                tuple(
+                    torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+                    for shape, dtype, requires_grad in told[0]
+                )
+            )
         with torch.no_grad():  # statistics of batches count real passes only
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -255,14 +263,14 @@ class _StageModule(nn.Module):
         self.stage_module = stage.module  # zero bubble asks for its parameters
         self.pipeline, self.stage = pipeline, stage
 
-    def forward(self, received: torch.Tensor, *, number: torch.Tensor) -> torch.Tensor:
-        return self.pipeline.forward(self.stage, int(number), received if self.stage.index else None)
+    def forward(self, *received: torch.Tensor, number: torch.Tensor) -> Passed | torch.Tensor:
+        return self.pipeline.forward(self.stage, int(number), received if self.stage.index else ())
 
 
 class _TimedStage(PipelineStage):
     """torch's stage with given shapes, which counts its working time and the bytes it sends."""
 
-    def __init__(self, pipeline: Pipeline, module: _StageModule, metas: list[torch.Tensor]) -> None:
+    def __init__(self, pipeline: Pipeline, module: _StageModule, metas: list[Passed]) -> None:
         parts, stage = pipeline.parts, module.stage
         number = torch.zeros(1, dtype=torch.int64)
         loss = torch.empty((), device="meta", requires_grad=True)

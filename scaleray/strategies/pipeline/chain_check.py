@@ -45,11 +45,11 @@ def check_chain(whole: nn.Module, stages: list[Stage], call: Callable[[nn.Module
 
 
 def _chain(stages: list[Stage], call: Callable[[nn.Module], Any]) -> Any:
-    activation = None
+    passed: Any = ()
     for stage in stages:
         stage.entry.on_pass = lambda: None
-        activation = stage.run(call, activation)
-    return activation
+        passed = stage.run(call, passed)
+    return passed
 
 
 def _not_a_chain(what: str) -> WorkloadError:

@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
+from scaleray.parallel.experts import expert_totals
 from scaleray.strategies.pipeline.chain_check import check_chain
 from scaleray.strategies.pipeline.parts import Parts, all_stages
-from scaleray.strategies.pipeline.stages import Elsewhere, called_twice
+from scaleray.strategies.pipeline.stages import Elsewhere, Passed, called_twice
 
 
 class OnlyWhole(nn.Module):
@@ -72,7 +73,9 @@ class Rehearsal(OnlyWhole):
         if self.__dict__["_passes"] > 1:
             raise called_twice(self.__dict__["_passes"])
         check_chain(model, self.__dict__["_stages"], call, next(model.parameters()).device)
-        return call(model)
+        result = call(model)
+        self.__dict__["earlier_totals"] = expert_totals(model)
+        return result
 
 
 def _in_parts(name: str) -> WorkloadError:
@@ -111,28 +114,31 @@ class Whole(OnlyWhole):
         for stage in parts.stages:
             parts.in_mode_of_module(stage)
             stage.entry.on_pass = lambda: None
-            received = _receive(parts.owner(stage.index - 1), parts) if stage.index else None
+            received = _receive(parts.owner(stage.index - 1), parts) if stage.index else ()
             result = stage.run(call, received)
             if stage.is_last:
-                output = result
+                output = result, expert_totals(stage.module)
             else:
                 _send(result, parts.owner(stage.index + 1), parts)
-        return _from_last(output, parts)
+        output, self.__dict__["earlier_totals"] = _from_last(output, parts)
+        return output
 
 
-def _send(tensor: torch.Tensor, to: int, parts: Parts) -> None:
-    tensor = tensor.detach().contiguous()
-    header = [(tuple(tensor.shape), tensor.dtype)]
+def _send(passed: Passed, to: int, parts: Parts) -> None:
+    passed = tuple(tensor.detach().contiguous() for tensor in passed)
+    header = [[(tuple(tensor.shape), tensor.dtype) for tensor in passed]]
     dist.send_object_list(header, group=parts.group, group_dst=to, device=parts.device)
-    dist.send(tensor, group=parts.group, group_dst=to)
+    for tensor in passed:
+        dist.send(tensor, group=parts.group, group_dst=to)
 
 
-def _receive(source: int, parts: Parts) -> torch.Tensor:
+def _receive(source: int, parts: Parts) -> Passed:
     header: list[Any] = [None]
     dist.recv_object_list(header, group=parts.group, group_src=source, device=parts.device)
-    tensor = torch.empty(header[0][0], dtype=header[0][1], device=parts.device)
-    dist.recv(tensor, group=parts.group, group_src=source)
-    return tensor
+    passed = tuple(torch.empty(shape, dtype=dtype, device=parts.device) for shape, dtype in header[0])
+    for tensor in passed:
+        dist.recv(tensor, group=parts.group, group_src=source)
+    return passed
 
 
 def _from_last(output: Any, parts: Parts) -> Any:

@@ -19,6 +19,11 @@ import torch
 from torch import nn
 
 from scaleray.errors import WorkloadError
+from scaleray.parallel.experts import expert_totals, mixtures
+
+Passed = tuple[torch.Tensor, ...]
+"""Tensors that a stage sends to the next: its activation, and the totals of its experts if it has some. Empty for the
+first stage."""
 
 
 class StageEnd(BaseException):
@@ -98,14 +103,20 @@ class Stage:
     entry: Entry
     containers: list[nn.Module] = field(default_factory=list)
     """Copies of modules around the blocks, in the order of every other view of the model."""
+    has_experts: bool = False
+    """Whether the model has mixtures of experts, whose totals go from stage to stage with the activation."""
 
     @property
     def is_last(self) -> bool:
         return self.index == self.num_stages - 1
 
-    def run(self, call: Callable[[nn.Module], Any], received: torch.Tensor | None) -> Any:
-        """Activation at the stage's end; on the last stage, what `call` returns. call: runs the model it is given."""
-        self.entry.activation, self.entry.num_passes = received, 0
+    def run(self, call: Callable[[nn.Module], Any], received: Passed) -> Any:
+        """Tensors that the next stage receives; on the last stage, the result of `call`, which runs the model it is
+        given."""
+        self.entry.activation, self.entry.num_passes = (received or (None,))[0], 0
+        self.module.__dict__["earlier_totals"] = received[1] if len(received) > 1 else None
+        for mixture in mixtures(self.module):
+            mixture.balance = None  # that of another pass
         try:
             result = call(self.module)
         except StageEnd as end:
@@ -123,7 +134,15 @@ class Stage:
             self.entry.activation = None
         if self.index > 0 and self.entry.num_passes != 1:
             raise called_twice(self.entry.num_passes)
-        return result
+        if self.is_last:
+            return result
+        return (result, self._totals(result)) if self.has_experts else (result,)
+
+    def _totals(self, activation: torch.Tensor) -> torch.Tensor:
+        found = expert_totals(self.module)
+        if found is not None:
+            return found
+        return activation.new_zeros(4, dtype=torch.promote_types(activation.dtype, torch.float32))
 
 
 def called_twice(times: int) -> WorkloadError:
@@ -244,7 +263,7 @@ def make_stage(model: nn.Module, units: Sequence[Unit], stages: Sequence[int], i
         return Before(entry, is_gate=unit.is_block and stages[unit.block + 1] == index)
 
     module, containers = _view(model, {unit.path: replacement(unit) for unit in units})
-    return Stage(index, stages[-1] + 1, module, entry, containers)
+    return Stage(index, stages[-1] + 1, module, entry, containers, has_experts=bool(mixtures(model)))
 
 
 def make_part(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,13 +12,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from scaleray.profiling.collectives import ALL_GATHER, REDUCE_SCATTER
+from scaleray.parallel.experts import Experts
+from scaleray.profiling.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from scaleray.records.phases import Enter, Phase
 from scaleray.strategies.contract.parallel import MicroBatch, Objective
 from scaleray.strategies.sharding.counted_collectives import CountedAllGather, CountedReduceScatter
 from scaleray.strategies.sharding.functional_waits import LayerArrivals, Waits
 from scaleray.strategies.wire.byte_counter import Kind, Traffic
 from scaleray.strategies.wire.ledger import Ledger
+
+if TYPE_CHECKING:
+    from scaleray.strategies.fsdp import DividedExperts
 
 
 class CountedPasses:
@@ -39,13 +43,20 @@ class CountedPasses:
         self._enter = self._waits.enter = enter
         self.sent.tell_phases(enter)
 
-    def count_units(self) -> None:
-        """Count and time the collectives of FSDP's units at their calls."""
-        size = self._replicas.size()
+    def count_units(self, experts: DividedExperts | None) -> None:
+        """Count and time the collectives of FSDP's units, and of divided experts, at their calls."""
+        if experts is not None:
+            self._axes[experts.mesh.get_group("of_experts").group_name] = "of_experts"
         for unit in self._model.modules():
+            axis, size = "dp", self._replicas.size()
+            if experts is not None and isinstance(unit, Experts):
+                assert unit.group is not None
+                unit.run = self.sent.entry("expert", experts.degree, ALL_TO_ALL).run
+                self._axes[unit.group.group_name] = "expert"
+                axis, size = "of_experts", experts.mesh.size(-1)
             if isinstance(unit, FSDPModule):
-                unit.set_custom_all_gather(CountedAllGather(self.sent.entry("dp", size, ALL_GATHER)))
-                unit.set_custom_reduce_scatter(CountedReduceScatter(self.sent.entry("dp", size, REDUCE_SCATTER)))
+                unit.set_custom_all_gather(CountedAllGather(self.sent.entry(axis, size, ALL_GATHER)))
+                unit.set_custom_reduce_scatter(CountedReduceScatter(self.sent.entry(axis, size, REDUCE_SCATTER)))
 
     def run(self, pieces: list[MicroBatch], objective: Objective, autocast: Any) -> None:
         """Run the micro-batches in their order; only the last one sums gradients over replicas."""
@@ -67,7 +78,10 @@ class CountedPasses:
     def _of_layers(self, traffic: Traffic) -> dict[Kind, tuple[int, float]]:
         """Counts without the collectives of units, which count themselves."""
         units = (ALL_GATHER, REDUCE_SCATTER) if isinstance(self._model, FSDPModule) else ()
-        return {k: v for k, v in traffic.found.items() if self._axes.get(k.group) != "dp" or k.operation not in units}
+        counted = {"dp": units, "of_experts": units, "expert": (ALL_TO_ALL,)}
+        return {
+            k: v for k, v in traffic.found.items() if k.operation not in counted.get(self._axes.get(k.group, ""), ())
+        }
 
     def _count(self, found: dict[Kind, tuple[int, float]], waited_s: float) -> None:
         """Add the collectives of a micro-batch, and the host's wait for them, divided among operations by their

@@ -13,6 +13,8 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from scaleray.parallel.experts import Experts
+
 MARKS = (REGISTRY_KEY, STATE_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
@@ -46,6 +48,8 @@ def unshard_for_good(model: nn.Module, *, keeps_shards: bool) -> None:
         whole = _whole(parameter)
         for module, name in places:  # a tied one stays tied
             module._parameters[name] = whole
+            if isinstance(module, Experts):
+                module.group = None  # each worker has them all again
     for unit in units:
         _forget(unit)
     for module in model.modules():

@@ -55,7 +55,7 @@ def test_a_chain_of_stages_is_the_model_and_shares_its_tensors():
     units, tokens = find_units(model, list(model.blocks)), torch.arange(8)[None]
     stages = stage_of_block([0, 1, 3], 4)
     assert stages == [0, 1, 1, 2]
-    activation = None
+    activation = ()
     for index in range(3):
         stage = make_stage(model, units, stages, index)
         activation = stage.run(lambda module: module(tokens), activation)
@@ -81,7 +81,7 @@ def test_a_stage_whose_pass_does_not_end_is_refused():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     stage = make_stage(model, find_units(model, list(model)), [0, 1], 0)
     with pytest.raises(WorkloadError, match="without reaching the block after stage 1"):
-        stage.run(lambda module: 1.0, None)
+        stage.run(lambda module: 1.0, ())
 
 
 class Twice(nn.Module):

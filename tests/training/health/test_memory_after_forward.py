@@ -11,7 +11,7 @@ from small_runs import Classify, Stepper, same_generators
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from scaleray.strategies.tensor import Replicated
+from scaleray.parallel import Replicated
 from scaleray.training.health.live_memory import LiveTensors
 from scaleray.training.setup.place import Place
 
