@@ -15,6 +15,7 @@ from scaleray.checkpoints.model_layout import CONFIG, is_model_folder
 from scaleray.common.parsing import load_json
 from scaleray.errors import WorkloadError, first_line
 from scaleray.hugging_face.libraries import LOCAL, transformers
+from scaleray.parallel.experts import divisible_experts
 
 RUN = "run.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -106,6 +107,13 @@ def build(auto_class: str, config: Any, folder: str | None, *, attention: str | 
     auto_class: name in transformers, such as AutoModelForCausalLM. Parts that the folder lacks, such as a new head, are
     randomly initialised. Raises WorkloadError if the class has no model of this type, or if the weights do not fit.
     """
+    if getattr(config, "output_router_logits", False):
+        raise WorkloadError.problem(
+            "workload.args.model",
+            "sets output_router_logits: transformers' balance loss is that of a worker's batch, which would make the "
+            "training depend on the number of workers",
+            "omit it; the router is then trained by the loss alone",
+        )
     transformers().logging.disable_progress_bar()
     factory = getattr(transformers(), auto_class)
     options: dict[str, Any] = {"dtype": torch.float32}
@@ -125,6 +133,7 @@ def build(auto_class: str, config: Any, folder: str | None, *, attention: str | 
         ) from exc
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False  # recomputing a block would fill a cache again
+    divisible_experts(model)
     return model.train()
 
 

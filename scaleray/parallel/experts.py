@@ -22,28 +22,33 @@ from scaleray.parallel import context
 from scaleray.parallel.ring_attention import Run
 
 
-class Experts(nn.Module):
-    """Weights of SwiGLU experts, stacked: `gate` and `up` (experts, width, inner), `down` (experts, inner, width).
-    group: the workers of `parallel.expert`, each of which holds equally many experts; None: this worker has all. run:
-    starts an exchange with its payload."""
+class DivisibleExperts(nn.Module):
+    """Experts that workers may divide: every parameter has one row for each. group: the workers of `parallel.expert`,
+    each of which holds equally many experts; None: this worker has all. run: starts an exchange with its payload."""
 
-    def __init__(self, width: int, inner: int, num_experts: int) -> None:
-        super().__init__()
-        self.num_experts = num_experts
-        self.group: dist.ProcessGroup | None = None
-        self.run: Run = lambda start, payload: start()
-        self.gate = nn.Parameter(torch.empty(num_experts, width, inner))
-        self.up = nn.Parameter(torch.empty(num_experts, width, inner))
-        self.down = nn.Parameter(torch.empty(num_experts, inner, width))
-        self.reset_parameters()
+    num_experts: int
+    group: dist.ProcessGroup | None = None
+    run: Run = staticmethod(lambda start, payload: start())
 
-    def reset_parameters(self) -> None:
-        """Draw each expert's weights as nn.Linear draws them."""
-        for weights in (self.gate, self.up, self.down):
-            bound = 1 / math.sqrt(weights.shape[1])
-            nn.init.uniform_(weights, -bound, bound)
+    def expert(self, number: int, tokens: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        """Output of one expert. weights: this worker's part of each parameter."""
+        raise NotImplementedError
 
-    def forward(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, is_kept: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Weighted sum of the outputs of each token's experts. tokens: (tokens, width); chosen, weights, is_kept:
+        (tokens, top_k). Collective over the group."""
+        experts = chosen.flatten()
+        order = experts.argsort(stable=True)
+        if is_kept is not None:
+            order = order[is_kept.flatten()[order]]
+        counts = experts[order].bincount(minlength=self.num_experts)
+        found = self._exchanged(tokens[order // chosen.shape[-1]], counts)
+        by_choice = found.new_zeros(len(experts), tokens.shape[-1]).index_copy(0, order, found)
+        return (by_choice.view(*chosen.shape, -1) * weights[..., None].to(found.dtype)).sum(-2)
+
+    def _exchanged(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Output of each token's expert. tokens: (chosen, width), in the order of the experts; counts: (experts,) of
         them. Collective over the group."""
         if self.group is None:
@@ -62,12 +67,8 @@ class Experts(nn.Module):
         return returned
 
     def _computed(self, tokens: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        gate, up, down = (self._own(weights) for weights in (self.gate, self.up, self.down))
-        found = [
-            (F.silu(its @ gate[number]) * (its @ up[number])) @ down[number]
-            for number, its in enumerate(tokens.split(counts))
-        ]
-        return torch.cat(found)
+        weights = [self._own(parameter) for parameter in self.parameters()]
+        return torch.cat([self.expert(number, its, *weights) for number, its in enumerate(tokens.split(counts))])
 
     def _own(self, weights: torch.Tensor) -> torch.Tensor:
         """This worker's experts. Their gradients have the tokens of all workers of the group already, and are averaged
@@ -77,6 +78,50 @@ class Experts(nn.Module):
             size = dist.get_world_size(self.group)
             own.register_hook(lambda gradient: gradient / size)
         return own
+
+
+class Experts(DivisibleExperts):
+    """SwiGLU experts: `gate` and `up` (experts, width, inner), `down` (experts, inner, width)."""
+
+    def __init__(self, width: int, inner: int, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.gate = nn.Parameter(torch.empty(num_experts, width, inner))
+        self.up = nn.Parameter(torch.empty(num_experts, width, inner))
+        self.down = nn.Parameter(torch.empty(num_experts, inner, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw each expert's weights as nn.Linear draws them."""
+        for weights in (self.gate, self.up, self.down):
+            bound = 1 / math.sqrt(weights.shape[1])
+            nn.init.uniform_(weights, -bound, bound)
+
+    def expert(self, number: int, tokens: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        gate, up, down = (each[number] for each in weights)
+        return (F.silu(tokens @ gate) * (tokens @ up)) @ down
+
+
+class TransformersExperts(DivisibleExperts):
+    """Experts of a model of transformers, such as Mixtral's: a base in front of their own class, whose products of all
+    experts at once exist in no float64."""
+
+    @staticmethod
+    def fits(module: nn.Module) -> bool:
+        """Whether a module has the weights and the arguments that transformers gives its experts."""
+        lacks = ("has_bias", "is_transposed", "has_post_expert_norm")
+        names = [name for name, _ in module.named_parameters()]
+        return names == ["gate_up_proj", "down_proj"] and not any(getattr(module, name, True) for name in lacks)
+
+    def forward(self, tokens: torch.Tensor, *routes: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if self.group is not None or tokens.dtype == torch.float64:
+            return super().forward(tokens, *routes)
+        found: torch.Tensor = super(DivisibleExperts, self).forward(tokens, *routes)
+        return found
+
+    def expert(self, number: int, tokens: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        gate_up, down = (each[number] for each in weights)
+        return F.linear(self._apply_gate(F.linear(tokens, gate_up)), down)  # type: ignore[operator]
 
 
 class MixtureOfExperts(nn.Module):
@@ -107,16 +152,13 @@ class MixtureOfExperts(nn.Module):
         weights, chosen = probabilities.topk(self.top_k)
         weights = weights / weights.sum(-1, keepdim=True)
         self.balance = self._balance(probabilities, chosen)
-        experts = chosen.flatten()
-        order = experts.argsort(stable=True)
+        is_kept = None
         if self.capacity is not None:
             is_kept = self._is_kept(chosen)
             self.dropped = (~is_kept).sum(), is_kept.numel()
-            order = order[is_kept.flatten()[order]]
-        tokens = x.flatten(0, -2)
-        found = self.experts(tokens[order // self.top_k], experts[order].bincount(minlength=self.num_experts))
-        by_choice = found.new_zeros(len(experts), x.shape[-1]).index_copy(0, order, found)
-        return (by_choice.view(*chosen.shape, -1) * weights[..., None].to(found.dtype)).sum(-2)
+            is_kept = is_kept.flatten(0, -2)
+        found: torch.Tensor = self.experts(x.flatten(0, -2), chosen.flatten(0, -2), weights.flatten(0, -2), is_kept)
+        return found.view_as(x)
 
     def _balance(self, probabilities: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Balance loss of whole sequences (rows, tokens, experts), for this worker's tokens of them."""
@@ -137,6 +179,15 @@ class MixtureOfExperts(nn.Module):
 def mixtures(model: nn.Module) -> list[MixtureOfExperts]:
     """Mixtures of experts in a model, or in a stage of a pipeline."""
     return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+
+
+def divisible_experts(model: nn.Module) -> list[DivisibleExperts]:
+    """Experts in a model that workers can divide, after those of transformers got the forward pass that does."""
+    for module in model.modules():
+        if TransformersExperts.fits(module) and not isinstance(module, TransformersExperts):
+            own = type(module)
+            module.__class__ = type(own.__name__, (TransformersExperts, own), {})
+    return [module for module in model.modules() if isinstance(module, DivisibleExperts)]
 
 
 def expert_totals(model: nn.Module) -> torch.Tensor | None:

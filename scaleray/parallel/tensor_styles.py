@@ -57,13 +57,15 @@ class MixtureParallel(ParallelStyle):
                 experts.register_parameter(weights, nn.Parameter(part, whole.requires_grad))
 
         def take(layout: Placement, wanted: Placement, gradient: Placement) -> Any:
-            """Hook that gives a module its first input in another layout, as a plain tensor."""
+            """Hook that gives a module its floating-point inputs in another layout, as plain tensors."""
 
-            def hook(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-                given = DTensor.from_local(inputs[0], mesh, [layout], run_check=False).redistribute(mesh, [wanted])
-                return given.to_local(grad_placements=[gradient]), *inputs[1:]
+            def moved(value: Any, mesh: DeviceMesh) -> Any:
+                if value is None or not value.is_floating_point():
+                    return value
+                given = DTensor.from_local(value, mesh, [layout], run_check=False).redistribute(mesh, [wanted])
+                return given.to_local(grad_placements=[gradient])
 
-            return hook
+            return lambda module, inputs, mesh: tuple(moved(value, mesh) for value in inputs)
 
         def give(layout: Placement, wanted: Placement) -> Any:
             """Hook that changes the layout of a module's output, a plain tensor."""

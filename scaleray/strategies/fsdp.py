@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from scaleray.common.equal_models import dense_buffers
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
-from scaleray.parallel.experts import Experts
+from scaleray.parallel.experts import DivisibleExperts, divisible_experts
 from scaleray.profiling.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER
 from scaleray.strategies.contract.parallel import Computation, OnModel, Parallel
 from scaleray.strategies.contract.weight_shares import WeightShare, share_among
@@ -152,7 +152,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 class DividedExperts:
     """Experts of a model, of which each worker of a group has equally many. mesh: over which each is sharded."""
 
-    modules: list[Experts]
+    modules: list[DivisibleExperts]
     mesh: DeviceMesh
     degree: int
 
@@ -174,11 +174,11 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh, degree: int) -> DividedEx
     data = [name for name in mesh.mesh_dim_names or () if name != "tp"][:-1]
     fine = mesh._unflatten(len(data), (mesh.size(len(data)) // degree, degree), ("of_experts", "ep"))
     ours = fine["ep"]
-    modules = [module for module in model.modules() if isinstance(module, Experts)]
+    modules = divisible_experts(model)
     if not modules:
         raise WorkloadError.problem(
             "the model",
-            "has no experts, and parallel.expert divides those of scaleray.parallel.MixtureOfExperts",
+            "has no experts, and parallel.expert divides those of scaleray.parallel.MixtureOfExperts and transformers",
             "leave parallel.expert out",
         )
     for module in modules:

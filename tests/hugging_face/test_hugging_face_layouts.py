@@ -17,6 +17,14 @@ QWEN = {
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4}
+QWEN_MIXTURE = {
+    **QWEN,
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 FLAGS = {"optimizer.learning_rate": 0.01, "optimizer.clip_norm": 0.5, "stop.after": "4 steps"}
 CONTEXT, TENSOR = {"parallel.context": 2}, {"parallel.tensor": 2, "tensor.sequence_parallel": False}
 LAYOUTS = {
@@ -26,9 +34,14 @@ LAYOUTS = {
     "pipeline": (2, {"parallel.pipeline": 2}),
     "shard x tensor": (4, {**TENSOR, "parallel.shard": 2}),
     "pipeline x tensor": (4, {**TENSOR, "parallel.pipeline": 2}),
+    "expert": (2, {"parallel.shard": 2, "parallel.expert": 2}),
+    "expert within shard": (4, {"parallel.shard": 4, "parallel.expert": 2}),
+    "expert over context": (2, {**CONTEXT, "parallel.expert": 2}),
     "context x tensor": (4, {**TENSOR, **CONTEXT, "context.exchange": "ring"}),
 }
-CASES = [(model, layout) for model in (LLAMA, QWEN) for layout in LAYOUTS]
+CASES = [(model, layout) for model in (LLAMA, QWEN) for layout in LAYOUTS if "expert" not in layout]
+CASES += [(MIXTRAL, layout) for layout in ("expert", "expert over context", "pipeline", "context in a ring")]
+CASES += [(QWEN_MIXTURE, "expert"), (QWEN_MIXTURE, "expert within shard")]
 CASES += [({**LLAMA, "tie_word_embeddings": True}, "tensor"), (GPT2, "context"), (GPT2, "context in a ring")]
 IN_TURN = [pytest.param(*case, marks=pytest.mark.combination) for case in CASES[1:]]
 
@@ -64,7 +77,8 @@ def test_rows_of_several_documents_do_not_share_sequences(gloo, texts):
         (LLAMA, {"parallel.tensor": 2}, ConfigError, "use --tensor.sequence-parallel false"),
         ({**LLAMA, "num_key_value_heads": 1}, TENSOR, ConfigError, "it must divide num_key_value_heads, which is 1"),
         (GPT2, TENSOR, WorkloadError, r"lacks tensor_plan\(\)"),
-        ({**LLAMA, "model_type": "mixtral", "num_local_experts": 2}, TENSOR, WorkloadError, "use parallel.shard"),
+        (MIXTRAL, TENSOR, WorkloadError, "use parallel.shard"),
+        ({**MIXTRAL, "output_router_logits": True}, {}, WorkloadError, "balance loss is that of a worker's batch"),
     ],
 )
 def test_what_has_no_plan_is_refused(gloo, model, flags, error, says):

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from scaleray.parallel.experts import Experts
+from scaleray.parallel.experts import DivisibleExperts
 from scaleray.profiling.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from scaleray.records.phases import Enter, Phase
 from scaleray.strategies.contract.parallel import MicroBatch, Objective
@@ -49,7 +49,7 @@ class CountedPasses:
             self._axes[experts.mesh.get_group("of_experts").group_name] = "of_experts"
         for unit in self._model.modules():
             axis, size = "dp", self._replicas.size()
-            if experts is not None and isinstance(unit, Experts):
+            if experts is not None and isinstance(unit, DivisibleExperts):
                 assert unit.group is not None
                 unit.run = self.sent.entry("expert", experts.degree, ALL_TO_ALL).run
                 self._axes[unit.group.group_name] = "expert"

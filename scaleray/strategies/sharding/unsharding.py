@@ -13,7 +13,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from scaleray.parallel.experts import Experts
+from scaleray.parallel.experts import DivisibleExperts
 
 MARKS = (REGISTRY_KEY, STATE_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
@@ -48,7 +48,7 @@ def unshard_for_good(model: nn.Module, *, keeps_shards: bool) -> None:
         whole = _whole(parameter)
         for module, name in places:  # a tied one stays tied
             module._parameters[name] = whole
-            if isinstance(module, Experts):
+            if isinstance(module, DivisibleExperts):
                 module.group = None  # each worker has them all again
     for unit in units:
         _forget(unit)
