@@ -19,6 +19,7 @@ from rich.table import Table
 
 from scaleray.common.git_state import git_state
 from scaleray.common.guarded import ending_like_ctrl_c, guarded
+from scaleray.common.printed import quantity
 from scaleray.launch.cluster.head import Head, local_head
 from scaleray.recording.store import experiment_link
 from scaleray.records.run_record import RunRecord
@@ -61,7 +62,7 @@ def main() -> int:
         for number, job in enumerate(JOBS, start=1):
             name = f"{Path(job.config).stem}-w{job.options[1]}-{stamp}"
             words = ("train", "-c", job.config, *job.options)
-            announce(console, number, f"{job.title} on {job.options[1]}", words)
+            announce(console, number, f"{job.title} on {quantity(int(job.options[1]), 'worker')}", words)
             if not submit(words, name, head):
                 return 1
             records.append(RunRecord.read(FOLDER / "runs" / name / "record.json"))

@@ -9,7 +9,7 @@ from cyclopts import App, Parameter
 
 from scaleray.cli.options import Json
 from scaleray.cli.output import print_json, with_stages
-from scaleray.common.printed import printable
+from scaleray.common.printed import printable, quantity
 from scaleray.records.text.units import disk_space
 
 Where = Annotated[
@@ -71,7 +71,7 @@ def verify(
         print_json(found)
         return 0 if is_good else 1
     for one in checked:
-        print(f"step {one['step']}: {'good' if one['good'] else 'DAMAGED'}, {one['files']} files")
+        print(f"step {one['step']}: {'good' if one['good'] else 'DAMAGED'}, {quantity(one['files'], 'file')}")
         for damage in one["damages"]:
             outcome = "healed from" if damage["healed_from"] else "a good copy is" if damage["good_at"] else ""
             end = f"; {outcome} {damage['good_at']}" if outcome else "; there is no good copy"
@@ -126,7 +126,8 @@ def prune(
         print_json(done)
         return 0
     verb = "would remove" if dry_run else "removed"
-    print(f"{verb} {len(done['removed'])} checkpoints, {disk_space(done['bytes'])}: steps {_numbers(done['removed'])}")
+    removed = quantity(len(done["removed"]), "checkpoint")
+    print(f"{verb} {removed}, {disk_space(done['bytes'])}: steps {_numbers(done['removed'])}")
     print(f"kept: steps {_numbers(done['kept'])}")
     return 0
 

@@ -13,6 +13,7 @@ from cyclopts import App
 
 from scaleray.cli.options import Flag, Json
 from scaleray.cli.output import print_json, with_stages
+from scaleray.common.printed import quantity
 
 if TYPE_CHECKING:
     from scaleray.clusters.local_clusters import LocalCluster
@@ -66,7 +67,7 @@ def write(
     if check:
         print(f"{len(lines)} files differ from the generated ones" if lines else "all files are up to date")
         return 1 if lines else 0
-    print(f"{len(lines)} files written; next steps: docs/cluster.md")
+    print(f"{quantity(len(lines), 'file')} written; next steps: docs/cluster.md")
     return 0
 
 

@@ -27,7 +27,7 @@ TRAIN_KEYS = """Keys that most runs set, in the file or as options:
   --optimizer.learning-rate 1e-3    peak; --optimizer.name sgd, lamb, ...
   --stop.after "30 epochs"          length of the training
   --scale.workers 2                 workers, one for each GPU
-  --evaluation.every "1 epochs"     interval between evaluations
+  --evaluation.every "1 epoch"      interval between evaluations
   --checkpoint.storage-path PATH    of the runs, by default ~/scaleray
 All others: scaleray config keys [SECTION]. A first config: scaleray init."""
 

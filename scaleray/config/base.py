@@ -94,6 +94,10 @@ class Duration:
     unit: str
 
     def __str__(self) -> str:
+        return self.stored().removesuffix("s") if self.value == 1 else self.stored()
+
+    def stored(self) -> str:
+        """Text in records, always in the plural, so that it equals that of older records."""
         value = float(self.value)
         return f"{int(value) if value.is_integer() else repr(value)} {self.unit}"
 
@@ -121,7 +125,7 @@ class Duration:
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.no_info_plain_validator_function(
-            cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(str)
+            cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(cls.stored)
         )
 
     @classmethod

@@ -148,7 +148,7 @@ def changed_values(config: RunConfig) -> dict[str, Any]:
         if value == info.get_default(call_default_factory=True):
             continue
         if section:
-            found.setdefault(section, {})[name] = shown[section][name]
+            found.setdefault(section, {})[name] = str(value) if isinstance(value, Duration) else shown[section][name]
         else:
             found[name] = shown[name]
     return found

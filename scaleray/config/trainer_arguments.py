@@ -85,12 +85,16 @@ def config_of(arguments: Any, *, workers: int, defaults: Arguments) -> tuple[dic
 def _length(given: Arguments) -> tuple[dict[str, Any], list[str]]:
     steps, epochs = given["max_steps"], given["num_train_epochs"]
     warmup = given.get("warmup_ratio") or given["warmup_steps"] or 0
-    values = {"stop.after": f"{steps} steps" if steps > 0 else f"{epochs:g} epochs"}
+    values = {"stop.after": f"{steps} steps" if steps > 0 else _epochs(epochs)}
     if warmup >= 1:
         values["schedule.warmup"] = f"{math.ceil(warmup)} steps"
     elif warmup:  # a share of the training
-        values["schedule.warmup"] = f"{math.ceil(warmup * steps)} steps" if steps > 0 else f"{warmup * epochs:g} epochs"
+        values["schedule.warmup"] = f"{math.ceil(warmup * steps)} steps" if steps > 0 else _epochs(warmup * epochs)
     return values, []
+
+
+def _epochs(number: float) -> str:
+    return f"{number:g} epoch{'s' if number != 1 else ''}"
 
 
 def _schedule(given: Arguments) -> tuple[dict[str, Any], list[str]]:
@@ -132,8 +136,9 @@ def _every(strategy: str, steps: Any, given: Arguments) -> str | None:
         return None
     if steps >= 1:
         return f"{int(steps)} steps"
-    total, unit = (given["max_steps"], "steps") if given["max_steps"] > 0 else (given["num_train_epochs"], "epochs")
-    return f"{math.ceil(total * steps) if unit == 'steps' else total * steps:g} {unit}"
+    if given["max_steps"] > 0:
+        return f"{math.ceil(given['max_steps'] * steps)} steps"
+    return _epochs(given["num_train_epochs"] * steps)
 
 
 def _evaluation(given: Arguments) -> tuple[dict[str, Any], list[str]]:

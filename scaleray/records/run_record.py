@@ -332,7 +332,8 @@ class RunRecord(JsonRecord):
         steady = figures({"samples/s": self.samples_per_s, "tokens/s": self.tokens_per_s})
         lines = [
             f"run {self.name}: {self.verdict}",
-            f"{quantity(self.workers, 'worker')}, {self.strategy}, {self.steps} steps in {self.total_time_s:.1f} s",
+            f"{quantity(self.workers, 'worker')}, {self.strategy}, "
+            f"{quantity(self.steps, 'step')} in {self.total_time_s:.1f} s",
             figures({"final loss": self.final_loss}),
             figures(dict(sorted(self.metrics.items()))),
             f"{steady}, {1e3 * self.step_time_s:.4g} ms per step" if steady and self.step_time_s else steady,

@@ -97,7 +97,7 @@ def test_one_checkpoint_is_named_by_its_folder(run, capsys):
 
 def test_verify_finds_damage_and_heals_it_from_the_copy_that_the_run_names(run, capsys):
     code, out, _ = command(capsys, "verify", run)
-    assert code == 0 and out.splitlines()[-1] == "step 10: good, 1 files"
+    assert code == 0 and out.splitlines()[-1] == "step 10: good, 1 file"
     before = snapshot(run)
     flip(shards(run)[0], 100)
     code, out, _ = command(capsys, "verify", run)

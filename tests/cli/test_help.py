@@ -89,7 +89,7 @@ def test_a_config_is_shown_by_what_differs_from_the_defaults(tmp_path, capsys):
         "workload": {"name": "a:B"},
         "batch": {"global_size": 4},
         "optimizer": {"learning_rate": 0.1},
-        "stop": {"after": "1 epochs"},
+        "stop": {"after": "1 epoch"},
         "seed": 3,
     }
     assert "optimizer.weight_decay is 0.0 by default; in torch's AdamW it is 0.01" in short

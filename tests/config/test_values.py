@@ -1,7 +1,7 @@
 """Durations and targets: what is written is what is read."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scaleray.config import Duration, Target
@@ -17,8 +17,10 @@ def test_a_duration_reads_what_it_writes(value, unit):
 
 
 @given(value=st.integers(0, 10**6), unit=units)
+@example(value=1, unit="epochs")
 def test_a_whole_duration_is_written_without_a_point(value, unit):
-    assert str(Duration(float(value), unit)) == f"{value} {unit}"
+    assert Duration(float(value), unit).stored() == f"{value} {unit}"
+    assert str(Duration(float(value), unit)) == f"{value} {unit.removesuffix('s') if value == 1 else unit}"
 
 
 @pytest.mark.parametrize(

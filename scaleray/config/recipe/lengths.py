@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from scaleray.common.printed import quantity
 from scaleray.config import Duration, RunConfig
 from scaleray.config.recipe.values import DataSize
 from scaleray.errors import ConfigError
@@ -43,7 +44,7 @@ class StepCounter:
         if duration.unit == "steps":
             return round(duration.value), "given in steps"
         if duration.unit == "epochs":
-            return round(duration.value * self.per_epoch), f"{duration.value:g} epochs x {self.per_epoch} steps"
+            return round(duration.value * self.per_epoch), f"{duration} x {quantity(self.per_epoch, 'step')}"
         samples = duration.value
         if duration.unit == "tokens":
             samples = duration.value / self._data.tokens_a_sample("a duration")
@@ -73,7 +74,7 @@ def schedule_lengths(
         raise ConfigError(
             "schedule.warmup",
             str(given.warmup),
-            f"it is {warmup_steps} steps here, and the whole training only {total_steps}",
+            f"it is {quantity(warmup_steps, 'step')} here, and the whole training only {total_steps}",
             "shorten the warm-up or lengthen stop.after",
         )
     if given.length is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from scaleray.common.printed import quantity
 from scaleray.config import RunConfig
 from scaleray.config.recipe.values import Recipe
 from scaleray.data import TRAIN
@@ -38,7 +39,8 @@ def announcement(
     return [
         f"{start} {folder.name}: {config.workload.name}",
         f"  {config.scale.workers!s} worker{'s' if config.scale.max_workers > 1 else ''}, {r.strategy}, "
-        f"{config.precision.dtype}, {r.total_steps} steps ({_an_epoch(job)}), {_learning_rate(config, job)}",
+        f"{config.precision.dtype}, {quantity(r.total_steps, 'step')} ({_an_epoch(job)}), "
+        f"{_learning_rate(config, job)}",
         f"  {_global_batch(config, r)}",
         f"  sample order: {job.sample_order}",
         f"  rows are read by {READERS[data[TRAIN]['read_by']]}",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.common import metric_names as names
+from scaleray.common.printed import quantity
 from scaleray.live.steps_file import step_rows
 from scaleray.profiling.report.run_profile_page import profile_section
 from scaleray.profiling.verdict.of_run import verdict_of_run
@@ -94,7 +95,7 @@ def run_page(
             (f"{record.status.lower()}: {cut}" if record.status == "FAILED" else record.status.lower()),
             record.verdict,
         )
-    headline = f"{sentence_case(verdict)} after {record.steps} steps in {seconds(record.total_time_s)}"
+    headline = f"{sentence_case(verdict)} after {quantity(record.steps, 'step')} in {seconds(record.total_time_s)}"
     return Page(
         kind="Training",
         name=record.name,

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from scaleray.common.printed import quantity
 from scaleray.common.progress import Stage
 from scaleray.live.state.run_state import RunState
 from scaleray.records import start
@@ -194,7 +195,7 @@ def final_lines(record: RunRecord) -> list[str]:
     """The verdict, the address in MLflow, and the path of the record."""
     metrics = "".join(f" | {name} {value:.4g}" for name, value in sorted(record.metrics.items()))
     speed = f" | {_short(record.samples_per_s)} samples/s" if record.samples_per_s else ""
-    lines = [f"{record.verdict}: {record.steps} steps in {record.total_time_s:.0f} s{speed}{metrics}"]
+    lines = [f"{record.verdict}: {quantity(record.steps, 'step')} in {record.total_time_s:.0f} s{speed}{metrics}"]
     if not record.tracking_uri.startswith("http"):
         lines.append(f"MLflow:  scaleray tracking ui --uri {record.tracking_uri}   then open {record.mlflow_link}")
     else:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from scaleray.common.printed import quantity
 from scaleray.common.progress import stage
 from scaleray.common.seeding import same_switches
 from scaleray.config import RunConfig
@@ -128,7 +129,8 @@ class _Check:
         job = TrainJob(config, alone, workload, splits, steady_time())
         self.record.figures["global_batch_size"] = recipe.global_batch_size
         self.record.figures["micro_batch_size"] = recipe.micro_batch_size
-        self._add(Finding("recipe", GOOD, f"{recipe.total_steps} steps of {recipe.global_batch_size} samples"))
+        steps = f"{quantity(recipe.total_steps, 'step')} of {quantity(recipe.global_batch_size, 'sample')}"
+        self._add(Finding("recipe", GOOD, steps))
         self._add(Finding("data", GOOD, f"{_rows(sources[TRAIN])} to train on, {job.sample_order}"))
         return job
 
