@@ -86,7 +86,7 @@ def fit(
         )
     # the watcher costs a process, so only where a node can be taken away
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "1" if can_be_preempted else "0"
-    first_stage = f"starting the {quantity(job.config.scale.max_workers, 'worker')}"
+    first_stage = f"starting {quantity(job.config.scale.max_workers, 'worker')}"
     with (
         without_watcher_notice(),
         _showing(recorder, show, first_stage) as watcher,
@@ -296,6 +296,8 @@ def _showing(recorder: RemoteRecorder, show: Show, first_stage: str) -> Iterator
     finally:
         watcher.end()
         with contextlib.suppress(ray.exceptions.RayError, ScaleRayError):
+            with stage("starting MLflow"):
+                recorder.wait_started(60.0)  # a short training can end first, and no message is taken before
             recorder.drain()
             watcher.show_new()
 

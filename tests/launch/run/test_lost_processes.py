@@ -22,7 +22,7 @@ class FakeRecorder:
 
     def __init__(self):
         self.actor, self.heard, self.spawned = object(), [], 1
-        self.is_gone = False
+        self.is_gone = self.is_started = False
 
     def respawn(self):
         self.actor, self.heard, self.is_gone = object(), [], False
@@ -35,7 +35,8 @@ class FakeRecorder:
         self.heard += messages
 
     def wait_started(self, timeout_s=None):
-        return True
+        self.is_started = self.is_started or timeout_s != 0
+        return self.is_started
 
     def heartbeats(self):
         return []
@@ -44,7 +45,8 @@ class FakeRecorder:
         return 1e9
 
     def poll(self, position):
-        return position, []
+        new = [EventRecord("a step")][position:] if self.is_started else []
+        return position + len(new), new
 
     def drain(self):
         pass
@@ -59,7 +61,7 @@ class Job:
 @pytest.fixture
 def fit(monkeypatch):
     """Runs `fit` with attempts that do what they are told, one after another; gives the recorders that they were given."""
-    recorder, actors, groups = FakeRecorder(), [], {"of others"}
+    recorder, actors, shown, groups = FakeRecorder(), [], [], {"of others"}
     monkeypatch.setattr(trainer, "alive_nodes", list)
     monkeypatch.setattr(trainer, "own_placement_groups", lambda: set(groups))
     monkeypatch.setattr(trainer, "remove_placement_groups", groups.difference_update)
@@ -85,14 +87,17 @@ def fit(monkeypatch):
             return Attempt()
 
         monkeypatch.setattr(trainer, "torch_trainer", make)
-        trainer.fit(
-            Job(max_failures), {}, recorder, run_path="", facts={}, can_be_preempted=False, show=lambda messages: None
-        )
+        trainer.fit(Job(max_failures), {}, recorder, run_path="", facts={}, can_be_preempted=False, show=shown.extend)
         assert not left
         return actors
 
-    run.recorder = recorder
+    run.recorder, run.shown = recorder, shown
     return run
+
+
+def test_steps_are_shown_although_mlflow_starts_after_the_last_one(fit):
+    fit("done")
+    assert [message.text for message in fit.shown] == ["a step"]
 
 
 @pytest.mark.parametrize("how", ["recorder lost", "recorder lost at the end"])
