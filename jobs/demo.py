@@ -21,7 +21,7 @@ from scaleray.common.git_state import git_state
 from scaleray.common.guarded import ending_like_ctrl_c, guarded
 from scaleray.common.printed import quantity
 from scaleray.launch.cluster.head import Head, local_head
-from scaleray.recording.store import experiment_link
+from scaleray.recording.saved_views import trainings_link
 from scaleray.records.run_record import RunRecord
 from scaleray.records.study_record import Point, StudyRecord
 
@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".demo"
 TRACKING_URI = f"sqlite:///{FOLDER / 'mlflow.db'}"
 STUDY = (
-    "study", "-c", "jobs/language_model.yaml", "--world-sizes", "1,2", "--repeats", "4", "--steps", "20",
+    "study", "-c", "jobs/language_model.yaml", "--world-sizes", "1,2", "--repeats", "4",
+    "--steps", "25",  # with fewer than 20 after the warm-up no measurement would be steady
     "--force",  # the demo measures, whatever an earlier one has found
     "--oversubscribe",  # on a machine with one core, whose figures are then marked
 )  # fmt: skip
@@ -180,7 +181,7 @@ def places(records: list[RunRecord], study: StudyRecord) -> list[str]:
     return [
         *(f"picture: {path}" for path in pictures[:1]),
         f"report:  {folder / 'report.html'}",
-        f"MLflow:  run `make ui`, then open {experiment_link(TRACKING_URI, records[0].experiment_id)}",
+        f"MLflow:  run `make ui`, then open {trainings_link(TRACKING_URI, records[0].experiment_id)}",
     ]
 
 

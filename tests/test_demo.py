@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from jobs import demo
+from scaleray.studies.curves.steady_state import steady_state
 
 ROOT = Path(__file__).parent.parent
 
@@ -45,3 +46,8 @@ def test_the_demo_does_not_claim_a_gain_that_its_table_lacks(monkeypatch, both_s
     study = SimpleNamespace(curves=[SimpleNamespace(points=[SimpleNamespace(point=one) for one in points])], words=[])
     monkeypatch.setattr(demo, "equality", lambda one, two: "")
     assert demo.lessons([SimpleNamespace(step_time_s=0.01)] * 2, study)[1].startswith(words)
+
+
+def test_the_demo_measures_enough_steps_to_be_steady():
+    steps = int(demo.STUDY[demo.STUDY.index("--steps") + 1])
+    assert steady_state([0.5] * steps).is_steady
