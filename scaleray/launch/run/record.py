@@ -277,20 +277,20 @@ def _elapsed_s(record: RunRecord) -> float:
 
 def end_tags(record: RunRecord) -> dict[str, str]:
     """MLflow tags that are known only at the end, including the run's description as Markdown."""
+    where_time_goes = verdict_of_run(record)
+    is_known = where_time_goes.limit is not Limit.INCOMPLETE
     rows = {
+        **{name: f"{value:.4g}" for name, value in record.metrics.items()},
         "verdict": record.verdict.splitlines()[0] if record.verdict else "",
+        **({"where the time goes": where_time_goes.sentence} if is_known else {}),
         "workers": f"{record.workers} ({record.strategy})",
         "steps": record.steps,
         "samples/s": f"{record.samples_per_s:.4g}" if record.samples_per_s else "",
         "input wait": f"{record.input_wait_share:.2%}" if record.input_wait_share is not None else "",
-        **{name: f"{value:.4g}" for name, value in record.metrics.items()},
         "sample order": record.sample_order,
         **({"alerts": record.alerts_in_words()} if record.alerts else {}),
         "files": f"`{record.run_dir}`",
     }
-    where_time_goes = verdict_of_run(record)
-    if where_time_goes.limit is not Limit.INCOMPLETE:
-        rows = {"where the time goes": where_time_goes.sentence, **rows}
     note = "| | |\n|---|---|\n" + "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     note += "\n\n| metric | unit | meaning |\n|---|---|---|\n"
     note += "\n".join(f"| {metric.name} | {metric.unit} | {metric.help} |" for metric in EXPLAINED)

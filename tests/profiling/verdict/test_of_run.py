@@ -56,7 +56,9 @@ def test_the_page_the_command_and_mlflow_tell_the_same_verdict(tmp_path):
     assert profile_run(str(tmp_path)).verdict.sentence == sentence
     tags = end_tags(record)
     assert (tags["scaleray.limit"], tags["scaleray.where_time_goes"]) == ("input", sentence)
-    assert f"| where the time goes | {sentence} |" in tags["mlflow.note.content"].splitlines()[2]
+    rows = tags["mlflow.note.content"].splitlines()[2:]
+    assert rows[: len(record.metrics)] == [f"| {name} | {value:.4g} |" for name, value in record.metrics.items()]
+    assert rows[len(record.metrics) + 1] == f"| where the time goes | {sentence} |"
     page = html.unescape(render(run_page(record, rows=[], evaluations={})))
     section = page[page.index("<h2>Where the time went</h2>") :]
     lines = [sentence, *verdict_of_run(record).lines()[1:]]
