@@ -22,7 +22,9 @@ from scaleray.records.workload_profile import WorkloadProfile
 from scaleray.studies import noise as study_noise
 from scaleray.studies.curves.curves import GivenLaw
 from scaleray.studies.curves.paired_rounds import launch_of
+from scaleray.studies.curves.steady_state import LEAST_STEPS
 from scaleray.studies.hardware import OVERSUBSCRIBED, RELAUNCHED
+from scaleray.studies.point import NOT_STEADY
 from scaleray.studies.study_options import MODES
 
 KNOWN = tuple(name for name, traits in TRAITS.items() if not traits.trains_apart and not traits.splits_replica)
@@ -167,6 +169,7 @@ def words_of(curves: Sequence[Curve], points: Sequence[Point], target: str, note
         *(curve.verdict for curve in curves if curve.verdict),
         *about_target(target, points),
         *about_launches(points),
+        *about_steadiness(points),
         *([study_noise.sentence(noisy)] if noisy else []),
         *(note for note in dict.fromkeys(notes) if note),
     ]
@@ -205,4 +208,15 @@ def about_launches(points: Sequence[Point]) -> list[str]:
     return [
         f"Sizes of the {' and the '.join(apart)} curve were measured by different launches, and the intervals do not "
         "include differences between launches: to compare them, measure all in one (--force, without --relaunch)."
+    ]
+
+
+def about_steadiness(points: Sequence[Point]) -> list[str]:
+    """A sentence with the meaning of the mark of points that are not steady, if there are any."""
+    unsteady = [f"{point.mode} {quantity(point.workers, 'worker')}" for point in points if NOT_STEADY in point.marks]
+    if not unsteady:
+        return []
+    return [
+        f"Not steady ({', '.join(unsteady)}): in half of the measurements or more, steps became slower or faster, or "
+        f"fewer than {LEAST_STEPS} followed the warm-up: end other programs, or give more --steps."
     ]

@@ -293,7 +293,8 @@ class RunningStudy(Campaign):
             self.mlflow.finish(None, status=status)
         if count:
             same = "the same command without --force" if self.options.force else "the same command"
-            self.say(f"  {count} measurements are kept: {same} continues from there")
+            kept = "1 measurement is" if count == 1 else f"{count} measurements are"
+            self.say(f"  {kept} kept: {same} continues from there")
 
     def write(self, record: StudyRecord, status: str = "FINISHED") -> StudyRecord:
         """Write the record and the report, in its folder and in MLflow."""

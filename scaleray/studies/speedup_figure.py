@@ -56,6 +56,8 @@ def speedup(curve: Curve) -> Drawing:
         if fit and band:
             _law(ax, band, max(workers), has_band=has_band)
             ends.append((band[-1][0], band[-1][1].value, f"{fit.law} fit", BLUE))
+        else:
+            ax.plot(workers, [e.value for e in measured], color=BLUE, alpha=0.75)
         _points(ax, curve.points, measured, frame)
         if next_one and diamond:
             ax.plot(

@@ -81,8 +81,11 @@ def _fits(curve: Curve) -> Table:
     for fit in curve.fits:
         parameters = "; ".join(f"{name.replace('_', ' ')} {estimate}" for name, estimate in fit.parameters.items())
         error = "not enough points" if fit.held_out_error is None else f"{fit.held_out_error:.1%}"
-        rows.append((fit.law + (" (chosen)" if fit.law == curve.best_law else ""), error, parameters))
-    note = "Shown: the law with the smallest error on points left out of its fit. In brackets: the 95% interval."
+        is_drawn = fit.law == curve.best_law and is_judged(fit)
+        rows.append((fit.law + (" (drawn)" if is_drawn else ""), error, parameters))
+    note = (
+        "Drawn: the law with the smallest error on points left out of its fit, if any. In brackets: the 95% interval."
+    )
     return Table("Laws fitted to the curve", ("law", "held-out error", "parameters"), tuple(rows), (note,))
 
 

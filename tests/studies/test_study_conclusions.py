@@ -8,7 +8,7 @@ import pytest
 from planted_curves import point
 
 from scaleray.records.study_record import ToTarget
-from scaleray.studies.conclusions import about_launches, about_target
+from scaleray.studies.conclusions import about_launches, about_steadiness, about_target
 
 
 def trained(workers, value, *, is_reached):
@@ -62,3 +62,10 @@ def test_sizes_of_different_launches_are_said_to_be_compared_without_what_launch
     found = about_launches(points)
     assert len(found) == is_said
     assert not found or "Sizes of the strong curve were measured by different launches" in found[0]
+
+
+def test_points_that_are_not_steady_are_named_with_what_to_do():
+    points = [point(n, [[0.1] * 4], marks=marks) for n, marks in ((1, []), (2, ["not steady"]))]
+    (sentence,) = about_steadiness(points)
+    assert sentence.startswith("Not steady (strong 2 workers): ") and sentence.endswith("or give more --steps.")
+    assert about_steadiness(points[:1]) == []

@@ -20,7 +20,7 @@ from scaleray.records.text.headlines import study_headline
 from scaleray.reports.page.drawing import PALETTE, readable, shades
 from scaleray.reports.page.page import Fact, Page, as_csv, render
 from scaleray.studies.speedup_figure import speedup
-from scaleray.studies.study_page import study_page, write_study_report
+from scaleray.studies.study_page import _fits, study_page, write_study_report
 from scaleray.sweeps.result import rule_sentences
 from scaleray.sweeps.rule_limits import rule_table
 from scaleray.sweeps.sweep_figure import MOST_LINES, noise
@@ -274,6 +274,17 @@ def test_a_study_without_fit_price_noise_or_target_has_a_page_without_these():
     assert [d.name for d in page.drawings] == ["speedup-weak", "efficiency-weak", "time-weak", "steps-weak"]
     Tags(render(page))
     assert study_page(dataclasses.replace(record, curves=[], noise=[], words=[])).headline == "No curve was measured"
+
+
+def test_a_law_that_no_point_tested_is_not_marked_as_drawn():
+    curve = study_examples.study(modes=("strong",)).curves[0]
+    untested = dataclasses.replace(
+        curve,
+        fits=[dataclasses.replace(fit, held_out_error=None) for fit in curve.fits[:1]],
+        best_law=curve.fits[0].law,
+    )
+    names = [[row[0] for row in _fits(one).rows] for one in (untested, curve)]
+    assert names[0] == [curve.fits[0].law] and f"{curve.best_law} (drawn)" in names[1]
 
 
 def test_a_sweep_whose_trials_all_failed_says_why_once():
