@@ -25,12 +25,15 @@ worker.
 
 from __future__ import annotations
 
+import re
 from typing import Self
 
 MARKED_KILLED = "the MLflow run is marked KILLED"
 """Argument of a KeyboardInterrupt that ended a run which MLflow knows."""
 NO_VALUE = ...
 """In place of the value found, in errors that have none; stays the same object when pickled."""
+_ABOUT_THE_VALUE = re.compile("it (?!may |must )")
+"""Beginning of a reason that continues the sentence; a rule, such as `it must be positive`, is one of its own."""
 
 
 class ScaleRayError(Exception):
@@ -40,8 +43,11 @@ class ScaleRayError(Exception):
 
 
 class UsageError(ScaleRayError):
-    """An input cannot be used. The text is `WHAT is FOUND: ALLOWED.` with the hint on the next line; a value that was
-    not given, None, is called required or missing. `problem` makes a text without a value."""
+    """An input cannot be used. The text is `WHAT is FOUND: ALLOWED.`, with the hint on the next line.
+
+    A quoted value and an `allowed` of `it does not exist` give `WHAT FOUND does not exist.` None, a value that was not
+    given, is called required or missing. `problem` makes a text without a value.
+    """
 
     exit_code = 2
 
@@ -61,6 +67,8 @@ class UsageError(ScaleRayError):
             found = "required" if isinstance(self, ConfigError) or self.what.startswith("--") else "missing"
         reason = f": {self.allowed}" if self.allowed else ""
         sentence = f"{self.what} is {found}{reason}."
+        if isinstance(self.found, str) and not _is_phrase(self.found) and _ABOUT_THE_VALUE.match(self.allowed):
+            sentence = f"{self.what} {found} {self.allowed.removeprefix('it ')}."
         if self.found is NO_VALUE:
             sentence = f"{self.what}{'' if self.allowed.startswith(':') else ' '}{self.allowed}."
         return f"{sentence}\n  {self.hint}" if self.hint else sentence
@@ -157,12 +165,14 @@ def first_line(error: BaseException) -> str:
     return next(iter(text_of(error).strip().splitlines()), type(error).__name__)
 
 
+def _is_phrase(found: str) -> bool:
+    """Whether a text is printed without quotation marks: several words, or one such as `empty`."""
+    return found.isprintable() and (" " in found or (found.isalpha() and found.islower()))
+
+
 def _shown(found: object) -> str:
     try:
-        is_words = (
-            isinstance(found, str) and found.isprintable() and (" " in found or (found.isalpha() and found.islower()))
-        )
-        text = str(found) if is_words else repr(found)
+        text = found if isinstance(found, str) and _is_phrase(found) else repr(found)
     except (ValueError, RecursionError):  # an integer of thousands of digits, a list in a list in a list ...
         text = f"a value of type {type(found).__name__} that is too large to print"
     return text if len(text) <= 200 else text[:197] + "..."

@@ -50,6 +50,19 @@ def test_a_message_without_a_hint_is_one_line():
 
 
 @pytest.mark.parametrize(
+    ("found", "allowed", "message"),
+    [
+        ("/a", "it does not exist", "the file '/a' does not exist."),
+        ("/a", "it must be one of two", "the file is '/a': it must be one of two."),
+        ("empty", "it has no line", "the file is empty: it has no line."),
+        (3, "it has no line", "the file is 3: it has no line."),
+    ],
+)
+def test_a_reason_about_a_quoted_value_continues_the_sentence(found, allowed, message):
+    assert str(UsageError("the file", found, allowed)) == message
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [("lacks a line", "the file lacks a line.\n  add it"), (": it has no line", "the file: it has no line.\n  add it")],
 )

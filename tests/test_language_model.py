@@ -273,7 +273,7 @@ def test_a_suffix_chooses_files_and_hidden_ones_are_left_out(tmp_path):
         ({".hidden": "text"}, {}, "hidden files"),
         ({"a.txt": ""}, {}, "one sequence needs 17 bytes"),
         ({"a.txt": "only one document" * 10}, {}, "another validation_share"),
-        ({"a.parquet": "not Parquet"}, {}, "it cannot be read"),
+        ({"a.parquet": "not Parquet"}, {}, "cannot be read"),
     ],
 )
 def test_text_that_cannot_be_used_says_why(tmp_path, files, args, words):

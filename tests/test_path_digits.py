@@ -52,6 +52,6 @@ def no_longer_promoted_where_its_run_was_deleted(path):
     open_client(path.tracking_uri).delete_run(record.run_id)
     scaleray.redo_on_path("produce/promote", "somebody cleaned up", name=path.folder)
     task = scaleray.next_on_path(path.folder).task("produce/promote")
-    assert (task.status, task.exit_code) == ("failed", 2) and "it is deleted" in task.words
+    assert (task.status, task.exit_code) == ("failed", 2) and "is deleted" in task.words
     registry = ModelRegistry(path.tracking_uri)
     assert registry.find(Named.parse("digits@champion")).number == 1, "nothing new was registered"

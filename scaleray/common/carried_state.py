@@ -88,7 +88,8 @@ class CarriedState(Callback):
             for name, value in before.items():
                 if name not in after or after[name].shape != value.shape:
                     shown = "missing" if name not in after else f"of shape {list(after[name].shape)}"
-                    raise WorkloadError(f"the state {name} after a batch", shown, f"it has shape {list(value.shape)}")
+                    wanted = f"it must have the shape {list(value.shape)}, as before the batch"
+                    raise WorkloadError(f"the state {name} after a batch", shown, wanted)
                 there.before[name][lane] = value.to(there.before[name].dtype)
                 there.after[name][lane] = after[name].detach().to(there.after[name].dtype)
             there.passes[lane] += (batch[PLACE] == 0).long() * (there.place[lane] != 0) + (there.passes[lane] == 0)

@@ -145,7 +145,7 @@ def _entries(loader: BoundedLoader, node: yaml.MappingNode, *, prefix: str, file
                 entries[key] = Entry(AUTO, where)
                 continue
             raise ConfigError(
-                f"{where} {key}", _shown_node(value_node), f"it is a section with keys such as {_first_key(key)}"
+                f"{where} {key}", _shown_node(value_node), f"it must be a section with keys such as {_first_key(key)}"
             )
         value = loader.construct_object(value_node, deep=True)
         check_size(value, most=MAX_ENTRIES)

@@ -122,7 +122,7 @@ class ParquetSource:
                     raise DataError(
                         f"column {name} of {path}",
                         str(found),
-                        f"it is {expected} in {self.files[0][0]}",
+                        f"it must be {expected}, as in {self.files[0][0]}",
                         "write all files with the same columns, or name the shared ones in `columns`",
                     )
         return self.columns or first.names

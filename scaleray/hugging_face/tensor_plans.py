@@ -44,6 +44,6 @@ def transformers_plan(model: Any, *, size: int, sequence_parallel: bool) -> Mapp
     for name, style in names.items():
         if style not in STYLES:
             raise WorkloadError(
-                f"transformers' plan of {name}", style, "it is for inference alone", "use parallel.shard"
+                f"transformers' plan of {name}", style, "this style is for inference only", "use parallel.shard"
             )
     return {name: STYLES[style]() for name, style in names.items()}

@@ -34,7 +34,7 @@ class Due:
     def __post_init__(self) -> None:
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
         if self.interval not in ("step", "epoch"):
-            raise WorkloadError(f"interval of a scheduler in {WHAT}", self.interval, "it is 'step' or 'epoch'")
+            raise WorkloadError(f"interval of a scheduler in {WHAT}", self.interval, "it must be 'step' or 'epoch'")
         if not isinstance(self.scheduler, LRScheduler):
             kind = type(self.scheduler).__name__
             raise WorkloadError(f"a scheduler in {WHAT}", kind, "it must be from torch.optim.lr_scheduler")

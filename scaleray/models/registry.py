@@ -231,10 +231,9 @@ class ModelRegistry:
         except (TrackingError, ModuleNotFoundError):
             raise
         except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
-            raise TrackingError(
-                "MLflow at",
-                without_password(self.uri),
-                f"{what} cannot be read or written: {first_line(exc)}",
+            raise TrackingError.problem(
+                f"MLflow at {without_password(self.uri)}",
+                f": {what} cannot be read or written: {first_line(exc)}",
                 "repeat the command once MLflow is back: it continues where it stopped",
             ) from exc
 

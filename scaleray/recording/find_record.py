@@ -45,7 +45,9 @@ def fetch_model_files(about: Mapping[str, Any], folder: Path, name: str = FINAL_
         client.download_artifacts(run_id, ARTIFACTS[name], str(folder))
     except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
         shown = without_password(uri)
-        raise TrackingError("MLflow at", shown, f"the weights of {run_id} cannot be read: {first_line(exc)}") from exc
+        raise TrackingError.problem(
+            f"MLflow at {shown}", f": the weights of {run_id} cannot be read: {first_line(exc)}"
+        ) from exc
     return folder / ARTIFACTS[name]
 
 
@@ -150,7 +152,7 @@ def reading_mlflow(run: str, uri: str) -> Iterator[None]:
         raise
     except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
         shown = without_password(uri)
-        raise TrackingError("MLflow at", shown, f"the run {run} cannot be read: {first_line(exc)}") from exc
+        raise TrackingError.problem(f"MLflow at {shown}", f": the run {run} cannot be read: {first_line(exc)}") from exc
 
 
 def runs_in_mlflow(run: str, uri: str) -> tuple[Any, list[Any]]:

@@ -262,8 +262,8 @@ class RunStore:
                 if "out-of-date" in str(exc)
                 else "check --tracking.uri and the server's log"
             )
-            raise TrackingError(
-                "MLflow at", without_password(uri), f"the run could not be created: {first}", hint
+            raise TrackingError.problem(
+                f"MLflow at {without_password(uri)}", f": the run could not be created: {first}", hint
             ) from exc
         if not run.info.run_id:  # it answers 200 to everything
             raise TrackingError(
@@ -287,10 +287,9 @@ class RunStore:
             raise
         except Exception as exc:  # as above: no common base class
             first = first_line(exc)
-            raise TrackingError(
-                "MLflow at",
-                without_password(uri),
-                f"the run {run_id} cannot be continued: {first}",
+            raise TrackingError.problem(
+                f"MLflow at {without_password(uri)}",
+                f": the run {run_id} cannot be continued: {first}",
                 "check --tracking.uri, which must be that of the interrupted run",
             ) from exc
         return store

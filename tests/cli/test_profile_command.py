@@ -78,7 +78,7 @@ def test_a_folder_that_is_no_run_one_that_runs_and_a_study_are_refused(tmp_path,
     study = tmp_path / "study"
     study.mkdir()
     (study / "record.json").write_text(study_examples.study().to_json())
-    assert "it is a study or sweep" in refused(capsys, study)
+    assert "is a study or sweep" in refused(capsys, study)
 
 
 def test_words_that_make_no_sense_together_are_refused(tmp_path, capsys):

@@ -34,12 +34,12 @@ DIGITS = ["sweep", "-c", str(ROOT / "jobs" / "digits.yaml")]
         (["sweep", "--continue", "/nowhere/at/all"], "/nowhere/at/all"),
         (
             ["sweep", "--continue", "nothing://bucket/sweep"],
-            "--continue is 'nothing://bucket/sweep/sweep.json': it cannot be read",
+            "--continue 'nothing://bucket/sweep/sweep.json' cannot be read",
         ),
         ([*DIGITS, "--against-grid", "/nowhere"], "--against-grid is '/nowhere': only a guided sweep"),
         (
             [*DIGITS, "--guided", "--against-grid", "nothing://b/grid"],
-            "--against-grid is 'nothing://b/grid': it holds no record",
+            "--against-grid 'nothing://b/grid' holds no record",
         ),
     ],
 )

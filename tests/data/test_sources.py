@@ -345,7 +345,7 @@ def test_files_with_other_columns_or_types_are_named_at_once(tmp_path):
     pq.write_table(pa.table({"id": [1.5]}), folder / "zz.parquet")
     with pytest.raises(DataError, match=r"zz\.parquet"):
         ParquetSource(folder)
-    with pytest.raises(DataError, match=r"column id of .*zz\.parquet is double: it is int64") as caught:
+    with pytest.raises(DataError, match=r"column id of .*zz\.parquet is double: it must be int64") as caught:
         ParquetSource(folder, columns=["id"])
     assert "part-00.parquet" in str(caught.value)
 

@@ -87,7 +87,7 @@ def test_a_split_of_the_run_is_written_to_a_file(run, tmp_path, ending, capsys, 
     logits = expected(run, classes.Points().datasets()["val"]["x"])
     assert [row["corner"] for row in written] == logits.argmax(1).tolist()
     assert written[0]["name"] == f"c{written[0]['corner']}"
-    assert run_command(words) == 2 and "it already exists" in capsys.readouterr().err
+    assert run_command(words) == 2 and "already exists" in capsys.readouterr().err
     assert run_command([*words, "--overwrite"]) == 0
     assert f"wrote 26 rows to {out}" in capsys.readouterr().out
 
@@ -148,7 +148,7 @@ def test_an_error_of_the_first_rows_shows_the_users_own_line(run, rows, classes)
     ("options", "says"),
     [
         ({}, "use either --data or --split"),
-        ({"data": "nothing.parquet"}, "it does not exist"),
+        ({"data": "nothing.parquet"}, "does not exist"),
         ({"data": "points.txt"}, "no file with a known extension"),
         ({"split": "test"}, "the run has the splits train, val"),
         ({"data": {"x": [[1.0]]}, "out": "a.txt"}, "must end in .parquet or .jsonl"),

@@ -229,7 +229,7 @@ def test_a_folder_that_is_no_sweeps_or_is_damaged_is_one_error(tmp_path):
     config = base(**{"checkpoint.storage_path": str(tmp_path), "tracking.run_name": "s"})
     folder = RunFolder.reserve(config)
     files = SweepFolder(folder)
-    with pytest.raises(ConfigError, match=r"it has no sweep\.json"):
+    with pytest.raises(ConfigError, match=r"has no sweep\.json"):
         read_asked(folder.path)
     files.store.write_text("sweep.json", "{")
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -29,7 +29,7 @@ class ProfileOptions:
 
     def __post_init__(self) -> None:
         if self.ranks is not None and not self.is_traced:
-            raise UsageError("--ranks", self.ranks, "it names ranks to trace", "add --trace, or --memory")
+            raise UsageError.problem("--ranks", "needs --trace or --memory")
 
     @property
     def is_traced(self) -> bool:

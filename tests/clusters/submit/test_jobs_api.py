@@ -159,7 +159,7 @@ def test_a_dashboard_tells_its_versions_to_whoever_has_its_token(project, server
     [
         ((401, "no"), None, "the token is missing: the cluster at .* requires one"),
         ((401, "no"), "wrong", "the token is 'not accepted'|the token is not accepted"),
-        ((500, "oops"), None, "it responds with 500"),
+        ((500, "oops"), None, "responds with 500"),
         ((404, ""), None, "not a Ray dashboard"),
         ((200, "<html>"), None, "not a Ray dashboard"),
         ((200, "[]"), None, "not a Ray dashboard"),

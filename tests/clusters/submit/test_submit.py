@@ -206,7 +206,7 @@ def test_packages_that_are_missing_are_named_with_what_brings_them(cluster, caps
     assert submitted() == 2
     text = capsys.readouterr().err
     assert (
-        "it lacks scikit-learn, which the job imports" in text
+        "lacks scikit-learn, which the job imports" in text
         and f'runtime_env={{"pip": ["scikit-learn=={version}"]}}' in text
     )
     assert submitted("--bring-missing") == 0
@@ -222,16 +222,16 @@ def test_a_cluster_whose_python_tells_nothing_is_one_error(cluster, monkeypatch)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["-c", "../other.yaml"], "it is outside the working directory"),
-        (["-c", "jobs/none.yaml"], "it does not exist"),
+        (["-c", "../other.yaml"], "is outside the working directory"),
+        (["-c", "jobs/none.yaml"], "does not exist"),
         (["-c", "jobs/work.yaml", "--max-mib", "0"], "it must be more than 0 MiB"),
         (["-c", "jobs/work.yaml", "--max-mib", "0.0001"], "to upload, more than --max-mib 0.0001"),
-        (["-c", "jobs/work.yaml", "--secret-env", "NOT_SET"], "it is not set here"),
+        (["-c", "jobs/work.yaml", "--secret-env", "NOT_SET"], "is not set here"),
         (["-c", "jobs/work.yaml", "--secret-env", "NAME=hunter2"], "give only names"),
         (["-c", "jobs/work.yaml", "--batch.global-sise", "4"], "batch.global_size"),
         (["-c", "jobs/work.yaml", "--workload.name", "/abs/work.py:Mine"], "does not exist on the cluster"),
-        (["-c", "jobs/work.yaml", "--workload.name", "gone.py:Mine"], "it does not exist"),
-        (["-c", "jobs/work.yaml", "--working-dir", "none"], "it is not a folder"),
+        (["-c", "jobs/work.yaml", "--workload.name", "gone.py:Mine"], "does not exist"),
+        (["-c", "jobs/work.yaml", "--working-dir", "none"], "is not a folder"),
         (["-c", "jobs/work.yaml", "--to", "nobody"], "has this name"),
         (["-c", "jobs/work.yaml", "--to", "10.0.0.1:6379"], "beginning with http:// or https://"),
     ],

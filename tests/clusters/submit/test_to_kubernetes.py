@@ -132,7 +132,7 @@ def test_secrets_are_keys_of_a_secret_there_and_no_value_travels(kubectl, monkey
     assert all(wanted in box["env"] for box in boxes)
     assert not any("hunter2" in given or "hunter2" in " ".join(words) for _, words, given, _ in kubectl.calls)
     assert submitted("--secret-env", "OTHER") == 2
-    assert "the Secret is 'scaleray-env': it has no key OTHER" in capsys.readouterr().err
+    assert "the Secret 'scaleray-env' has no key OTHER" in capsys.readouterr().err
 
 
 def test_without_kubectl_the_job_is_written_with_the_command_that_applies_it(stand_ins, clusters, capsys):
@@ -206,7 +206,7 @@ def test_what_a_namespace_lacks_is_named(kubectl, capsys):
     kubectl.first("get serviceaccounts", "serviceaccount/scaleray\n")
     assert submitted() == 2
     text = capsys.readouterr().err
-    assert "it lacks NetworkPolicy/scaleray, PersistentVolumeClaim/scaleray" in text and "apply -k" in text
+    assert "lacks NetworkPolicy/scaleray, PersistentVolumeClaim/scaleray" in text and "apply -k" in text
 
 
 @pytest.mark.parametrize(

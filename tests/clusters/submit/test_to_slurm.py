@@ -118,9 +118,9 @@ def test_over_ssh_scripts_and_values_go_through_pipes(slurm, clusters, shared, m
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        ("me@login: Permission denied (publickey).", "it refused your login"),
+        ("me@login: Permission denied (publickey).", "refused your login"),
         ("ssh: Could not resolve hostname login", "no machine has this name"),
-        ("ssh: connect to host login port 22: Connection timed out", "it cannot be reached"),
+        ("ssh: connect to host login port 22: Connection timed out", "cannot be reached"),
     ],
 )
 def test_a_login_node_that_is_not_reached_is_one_message(slurm, clusters, shared, capsys, error, said):

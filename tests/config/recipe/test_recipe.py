@@ -269,7 +269,7 @@ def test_rules_without_a_reference_batch_are_refused():
 
 
 def test_adams_rule_is_refused_for_sgd_and_beyond_its_validity():
-    assert "it is a rule for adamw" in str(
+    assert "is a rule for adamw" in str(
         refusal(optimizer__rule="adam", optimizer__name="sgd", optimizer__reference_batch_size=32)
     )
     assert "below 10 x the reference" in str(refusal(optimizer__rule="adam", optimizer__reference_batch_size=6))

@@ -321,7 +321,7 @@ def test_a_run_that_another_process_writes_is_refused(tmp_path):
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="it is not a run folder"):
+    with pytest.raises(CheckpointError, match="is not a run folder"):
         scaleray.train(config(tmp_path), Stumbling(), resume=str(tmp_path), local=True)
     assert not (tmp_path / "run.json").exists()
 

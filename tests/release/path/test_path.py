@@ -133,7 +133,7 @@ def test_a_baseline_of_other_data_is_named_by_the_real_gate_and_nothing_is_promo
 
 
 def test_what_the_promotion_says_last_is_why_nothing_of_the_last_step_is_done(path, commands, monkeypatch):
-    said = "TrackingError: the run in MLflow is abc: it is deleted."
+    said = "TrackingError: the run in MLflow abc is deleted."
 
     def answer(words, *, log, instead=commands):
         return (2, {}, said) if words[0] == "promote" else instead(words, log=log)

@@ -116,7 +116,7 @@ def test_bad_input_is_one_error_each(promoted, tmp_path):
     version = "corners@champion"
     with pytest.raises(UsageError, match="must be above 0"):
         scaleray.gate(against=version, days=0, uri=uri)
-    with pytest.raises(UsageError, match="it applies only against a registered version"):
+    with pytest.raises(UsageError, match="applies only against a registered version"):
         scaleray.gate("nowhere", against="corners", days=3, uri=uri)
     with pytest.raises(UsageError, match="NAME@ALIAS or NAME/VERSION"):
         scaleray.gate(against="models:/corners", uri=uri)

@@ -172,5 +172,5 @@ def test_an_unknown_cluster_is_refused_before_anything_is_asked():
 
 
 def test_a_pipeline_without_an_alias_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="it needs an alias"):
+    with pytest.raises(UsageError, match="needs an alias"):
         promote("nowhere", pipeline=tmp_path / "new")
