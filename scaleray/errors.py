@@ -32,6 +32,8 @@ MARKED_KILLED = "the MLflow run is marked KILLED"
 """Argument of a KeyboardInterrupt that ended a run which MLflow knows."""
 NO_VALUE = ...
 """In place of the value found, in errors that have none; stays the same object when pickled."""
+_CALL = re.compile(r"\w+\(\)")
+"""Subject of an error about the result of a method of the user's, such as `loss()`."""
 _ABOUT_THE_VALUE = re.compile("it (?!may |must )")
 """Beginning of a reason that continues the sentence; a rule, such as `it must be positive`, is one of its own."""
 
@@ -45,8 +47,9 @@ class ScaleRayError(Exception):
 class UsageError(ScaleRayError):
     """An input cannot be used. The text is `WHAT is FOUND: ALLOWED.`, with the hint on the next line.
 
-    A quoted value and an `allowed` of `it does not exist` give `WHAT FOUND does not exist.` None, a value that was not
-    given, is called required or missing. `problem` makes a text without a value.
+    A quoted value and an `allowed` of `it does not exist` give `WHAT FOUND does not exist.` A `what` of `loss()` gives
+    `loss() returned FOUND: ALLOWED.` None, a value that was not given, is called required or missing. `problem` makes a
+    text without a value.
     """
 
     exit_code = 2
@@ -66,8 +69,14 @@ class UsageError(ScaleRayError):
         if self.found is None:
             found = "required" if isinstance(self, ConfigError) or self.what.startswith("--") else "missing"
         reason = f": {self.allowed}" if self.allowed else ""
-        sentence = f"{self.what} is {found}{reason}."
-        if isinstance(self.found, str) and not _is_phrase(self.found) and _ABOUT_THE_VALUE.match(self.allowed):
+        is_result = self.found is not None and _CALL.fullmatch(self.what)
+        sentence = f"{self.what} {'returned' if is_result else 'is'} {found}{reason}."
+        if (
+            not is_result
+            and isinstance(self.found, str)
+            and not _is_phrase(self.found)
+            and _ABOUT_THE_VALUE.match(self.allowed)
+        ):
             sentence = f"{self.what} {found} {self.allowed.removeprefix('it ')}."
         if self.found is NO_VALUE:
             sentence = f"{self.what}{'' if self.allowed.startswith(':') else ' '}{self.allowed}."

@@ -62,6 +62,15 @@ def test_a_reason_about_a_quoted_value_continues_the_sentence(found, allowed, me
     assert str(UsageError("the file", found, allowed)) == message
 
 
+def test_an_error_about_the_result_of_a_method_says_what_it_returned():
+    assert (
+        str(UsageError("loss()", "a mean", "it must return a sum")) == "loss() returned a mean: it must return a sum."
+    )
+    assert (
+        str(UsageError("the sum of loss()", 0, "it must be above 0")) == "the sum of loss() is 0: it must be above 0."
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [("lacks a line", "the file lacks a line.\n  add it"), (": it has no line", "the file: it has no line.\n  add it")],

@@ -55,7 +55,7 @@ def check_module_class(cls: Any) -> None:
     """Raise WorkloadError for other objects, or a LightningModule with hooks that scaleray cannot run."""
     if lightning_base(cls, "LightningModule") is None:
         found = cls.__name__ if isinstance(cls, type) else type(cls).__name__
-        raise WorkloadError("as_workload()", found, "it must be a LightningModule or its class")
+        raise WorkloadError("the module of as_workload()", found, "it must be a LightningModule or its class")
     if not is_overridden("training_step", cls):
         raise WorkloadError.problem(place_of(cls), "lacks training_step: it must return the loss of a batch")
     for name, (allowed, hint) in REFUSED_OF_MODULE.items():

@@ -164,9 +164,8 @@ def _plan(model: nn.Module, config: RunConfig, workload: Any, *, size: int) -> M
     names = [name for name, _ in model.named_modules()]
     for key, style in plan.items():
         if not any(fnmatchcase(name, key) and name.count(".") == key.count(".") for name in names):
-            raise WorkloadError(
-                "tensor_plan()", key, "the model has no such module", f"it has: {', '.join(names[1:8])}, ..."
-            )
+            text = f"names {key!r}: the model has no such module"
+            raise WorkloadError.problem("tensor_plan()", text, f"it has: {', '.join(names[1:8])}, ...")
         if not isinstance(style, ParallelStyle):
             raise WorkloadError(
                 f"tensor_plan()[{key!r}]",

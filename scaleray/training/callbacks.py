@@ -81,7 +81,7 @@ class RunContext(Logger):
             raise WorkloadError("the factor of scale_learning_rate()", factor, "it must be a number above 0")
         if self._hook not in SCALING:
             allowed = f"only {', '.join(SCALING)} may call it: they run at the same steps after an interruption too"
-            raise WorkloadError("scale_learning_rate()", f"called in {self._hook}()", allowed)
+            raise WorkloadError.problem("scale_learning_rate()", f"was called in {self._hook}(): {allowed}")
         ahead = self.steps_ahead if self._hook == "on_step" else 0
         self._setup.rate_scale.change(float(factor), first_step=self.step + ahead + 1)
 
@@ -163,10 +163,9 @@ class Callbacks:
             return sums
         *others, code, square = sums
         if code * code != self.place.world_size * square:
-            raise WorkloadError(
+            raise WorkloadError.problem(
                 "scale_learning_rate()",
-                "not called alike on all workers",
-                "each of them would train with its own rate",
+                "was called differently on different workers, which would train with different rates",
                 "decide by run.metrics, which are the same on all workers, or by run.sums() and run.gather()",
             )
         return tuple(others)
@@ -249,10 +248,9 @@ class Callbacks:
         where, now = f"after {hook}() of callback {type(callback).__name__}", _forwards(self.context.model)
         if now != forwards:
             name = next(name for name in {**now, **forwards} if now.get(name) != forwards.get(name))
-            raise WorkloadError(
-                f"forward of {f'the module {name}' if name else 'the model'}",
-                f"another function {where}",
-                "a resumed run, the final weights and an evaluation use that of build_model()",
+            raise WorkloadError.problem(
+                f"forward() of {f'the module {name}' if name else 'the model'}",
+                f"was replaced {where}: resumed runs and evaluations use that of build_model()",
                 "let forward() decide by an attribute of the module, which is saved",
             )
         if RemovableHandle.next_id > first_hook and not self._is_hook_said:

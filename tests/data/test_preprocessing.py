@@ -250,7 +250,7 @@ def test_a_fit_that_asks_for_more_than_there_is_without_ray_says_so():
 def test_what_is_no_preprocessor_is_refused():
     workload = Standardised()
     workload.made = 5
-    with pytest.raises(WorkloadError, match=r"preprocessor\(\) is a int: it must return one of ray.data"):
+    with pytest.raises(WorkloadError, match=r"preprocessor\(\) returned a int: it must return one of ray.data"):
         load_sources(workload)
 
 

@@ -258,8 +258,8 @@ class BadName(Callback):
     [
         ([Broken()], r"(?s)callback Broken.*on_step\(\) after step 3.*test_callbacks\.py.*no such thing"),
         ([BadName()], r"name of a logged file is '\.\./elsewhere'"),
-        ([Diary], r"callbacks\(\) is 'Diary'"),
-        ([object()], r"callbacks\(\) is object"),
+        ([Diary], r"callbacks\(\) returned 'Diary'"),
+        ([object()], r"callbacks\(\) returned object"),
     ],
 )
 def test_a_slip_in_a_callback_is_an_error_with_file_and_line(callbacks, text):

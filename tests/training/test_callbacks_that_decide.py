@@ -114,7 +114,7 @@ def on_one(place, hook):
 
 @pytest.mark.parametrize("hook", ["on_step", "on_evaluation"])
 def test_a_request_of_some_workers_alone_is_refused(gloo, hook):
-    with pytest.raises(WorkloadError, match="not called alike on all workers"):
+    with pytest.raises(WorkloadError, match="was called differently on different workers"):
         gloo.run(2, on_one, hook)
 
 
@@ -131,7 +131,7 @@ class Writes(Callback):
 @pytest.mark.parametrize(
     ("callback", "text"),
     [
-        (Asks("on_begin", 0.5), r"scale_learning_rate\(\) is .*on_begin\(\).*on_evaluation"),
+        (Asks("on_begin", 0.5), r"scale_learning_rate\(\) was called in .*on_begin\(\).*on_evaluation"),
         (Asks("on_step", 0), "factor of scale_learning_rate.*above 0"),
         (Asks("on_step", "half"), "factor of scale_learning_rate.*above 0"),
         (Writes(), r"run\.scale_learning_rate\(factor\)"),

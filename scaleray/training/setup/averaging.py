@@ -156,12 +156,12 @@ def averaging_of(module: nn.Module, optimizer: torch.optim.Optimizer, config: Ru
     modes cannot be used."""
     if not any(has_modes(each) for each in members(optimizer).values()):
         return Averaging(module, config.averaging)
-    found = f"one with a mode of evaluation ({type(optimizer).__name__})"
+    found = f"an optimizer with an evaluation mode ({type(optimizer).__name__})"
     if config.averaging.decay is not None:
         allowed = "it has its own average, which evaluations use"
         raise WorkloadError("optimizer()", found, allowed, "leave averaging.decay out")
     traits = traits_of(strategy)
     if traits.trains_apart or strategy == "zero1":
-        allowed = f"under {strategy} no worker has the whole state from which its average follows"
+        allowed = f"under {strategy} no worker has the whole state that its average needs"
         raise WorkloadError("optimizer()", found, allowed, "use ddp, fsdp, tensor or pipeline")
     return OptimizersAverage(module, optimizer)

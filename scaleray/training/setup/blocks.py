@@ -28,7 +28,7 @@ def model_blocks(workload: Any, model: nn.Module, *, wanted_by: str) -> list[nn.
         raise WorkloadError("blocks()", None, f"{wanted_by} applies to the model's blocks", hint)
     blocks = list(found)
     if not blocks:
-        raise WorkloadError("blocks()", "empty", f"{wanted_by} applies to the model's blocks", hint)
+        raise WorkloadError("blocks()", "no blocks", f"{wanted_by} applies to the model's blocks", hint)
     inside = set(map(id, model.modules()))
     for block in blocks:
         if not isinstance(block, nn.Module) or id(block) not in inside:

@@ -29,7 +29,7 @@ class MetricObjects:
         if found and place.mesh.context > 1:
             raise WorkloadError.problem(
                 "metric_objects()",
-                "take whole rows, and under parallel.context a worker has a part of each",
+                "needs whole rows, and under parallel.context a worker has a part of each",
                 "return sums and counts from metrics(), or use other degrees",
             )
         self._objects = {str(name): _checked(str(name), metric, place) for name, metric in dict(found or {}).items()}
@@ -78,8 +78,8 @@ def _checked(name: str, metric: Any, place: Place) -> Any:
     try:
         from torchmetrics import Metric
     except ImportError as exc:
-        raise WorkloadError(
-            "metric_objects()", "there", "torchmetrics is not installed", install_command("metrics")
+        raise WorkloadError.problem(
+            "metric_objects()", "needs torchmetrics, which is not installed", install_command("metrics")
         ) from exc
     if not isinstance(metric, Metric):
         raise WorkloadError(what, type(metric).__name__, "it must be a torchmetrics.Metric", "give each a name")

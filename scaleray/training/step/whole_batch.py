@@ -85,8 +85,8 @@ class WholeBatchLoss:
         with torch.no_grad(), outputs_go_to(self._collect):
             yield
         if [tensor._version for tensor in tensors] != before:
-            allowed = "it receives a batch twice if there are several micro-batches, and must not change it"
-            raise WorkloadError("outputs()", "changes its batch in place", allowed, "work on a copy of the tensor")
+            text = "changes its batch in place: with several micro-batches it receives each batch twice"
+            raise WorkloadError.problem("outputs()", text, "work on a copy of the tensor")
 
     @contextlib.contextmanager
     def second_pass(self, weight: int) -> Iterator[None]:

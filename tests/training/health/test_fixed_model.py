@@ -102,7 +102,7 @@ CHANGES = {
 }  # fmt: skip
 SENTENCES = {
     "swap": "the module 1 is another object since step 3",
-    "forward": r"forward of the module 1 is another function after on_step\(\) of callback Change",
+    "forward": r"forward\(\) of the module 1 was replaced after on_step\(\) of callback Change",
     "thaw": "the parameter 0.weight is trained from step 3 on, frozen before",
     "freeze": "the parameter 2.bias is frozen from step 3 on",
     "exchange": "the parameter 2.weight is another object since step 3",

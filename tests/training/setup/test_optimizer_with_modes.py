@@ -111,7 +111,9 @@ def weights_in_pool(place: Place, strategy: str) -> dict[str, torch.Tensor]:
     "flags", [{"strategy.name": "zero1"}, {"strategy.name": "local_sgd"}, {"averaging.decay": 0.9}]
 )
 def test_where_the_average_cannot_be_had_it_is_refused_by_name(gloo, flags):
-    assert all("one with a mode of evaluation (MeanOfSteps)" in text for text in gloo.run(2, refusal_in_pool, flags))
+    assert all(
+        "an optimizer with an evaluation mode (MeanOfSteps)" in text for text in gloo.run(2, refusal_in_pool, flags)
+    )
 
 
 def refusal_in_pool(place: Place, flags: dict[str, Any]) -> str:

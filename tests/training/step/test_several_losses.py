@@ -230,7 +230,7 @@ class NotOptimizers(Gan):
         (OneOptimizer(), r"losses\(\).*optimizer\(\) returns a single one"),
         (WithoutLosses(), r"optimizer\(\).*some of them share a parameter"),
         (OtherNames(), r"critic, generator.*discriminator, generator"),
-        (NotOptimizers(), r"optimizer\(\) is int"),
+        (NotOptimizers(), r"optimizer\(\) returned int"),
     ],
 )
 def test_what_does_not_fit_together_is_one_clear_error(workload, text):
