@@ -69,18 +69,15 @@ class UsageError(ScaleRayError):
         if self.found is None:
             found = "required" if isinstance(self, ConfigError) or self.what.startswith("--") else "missing"
         reason = f": {self.allowed}" if self.allowed else ""
-        is_result = self.found is not None and _CALL.fullmatch(self.what)
-        sentence = f"{self.what} {'returned' if is_result else 'is'} {found}{reason}."
-        if (
-            not is_result
-            and isinstance(self.found, str)
-            and not _is_phrase(self.found)
-            and _ABOUT_THE_VALUE.match(self.allowed)
-        ):
-            sentence = f"{self.what} {found} {self.allowed.removeprefix('it ')}."
         if self.found is NO_VALUE:
-            sentence = f"{self.what}{'' if self.allowed.startswith(':') else ' '}{self.allowed}."
-        return f"{sentence}\n  {self.hint}" if self.hint else sentence
+            sentence = f"{self.what}{'' if self.allowed.startswith(':') else ' '}{self.allowed}"
+        elif self.found is not None and _CALL.fullmatch(self.what):
+            sentence = f"{self.what} returned {found}{reason}"
+        elif found.startswith(("'", '"')) and _ABOUT_THE_VALUE.match(self.allowed):
+            sentence = f"{self.what} {found} {self.allowed.removeprefix('it ')}"
+        else:
+            sentence = f"{self.what} is {found}{reason}"
+        return f"{sentence}.\n  {self.hint}" if self.hint else f"{sentence}."
 
 
 class ConfigError(UsageError):
@@ -174,14 +171,12 @@ def first_line(error: BaseException) -> str:
     return next(iter(text_of(error).strip().splitlines()), type(error).__name__)
 
 
-def _is_phrase(found: str) -> bool:
-    """Whether a text is printed without quotation marks: several words, or one such as `empty`."""
-    return found.isprintable() and (" " in found or (found.isalpha() and found.islower()))
-
-
 def _shown(found: object) -> str:
     try:
-        text = found if isinstance(found, str) and _is_phrase(found) else repr(found)
+        is_phrase = (
+            isinstance(found, str) and found.isprintable() and (" " in found or (found.isalpha() and found.islower()))
+        )
+        text = str(found) if is_phrase else repr(found)
     except (ValueError, RecursionError):  # an integer of thousands of digits, a list in a list in a list ...
         text = f"a value of type {type(found).__name__} that is too large to print"
     return text if len(text) <= 200 else text[:197] + "..."
