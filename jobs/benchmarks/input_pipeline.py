@@ -23,7 +23,7 @@ import psutil
 import torch
 from input_cases import Batch, Case
 
-from scaleray.launch.cluster.connection import DRIVER_ENVIRONMENT, WORKER_NICENESS
+from scaleray.launch.cluster.connection import DRIVER_ENVIRONMENT, OWN_ENVIRONMENT
 
 RULES = """\
 Each side delivers shuffled epochs to one consumer, which keeps the number of each row and checks it against the row's
@@ -239,7 +239,7 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**WORKER_MALLOC, **os.environ})
     conditions = harness.conditions(["torch", "ray", "numpy", "pyarrow", "pillow"])
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        os.environ.update({**harness.ray_environment(folder), WORKER_NICENESS: "0"})  # as in a Ray of scaleray's own
+        os.environ.update({**harness.ray_environment(folder), **OWN_ENVIRONMENT})  # as in a Ray of scaleray's own
         found, auto = measure(arguments, Path(folder))
     harness.write_report(
         "input_pipeline",
