@@ -6,10 +6,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 from scaleray.errors import ConfigError, WorkloadError
+from scaleray.parallel import Replicated
 
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -29,11 +37,6 @@ def transformers_plan(model: Any, *, size: int, sequence_parallel: bool) -> Mapp
     of_base = getattr(config, "base_model_tp_plan", None)
     if not of_base or not isinstance(getattr(model, prefix, None), nn.Module):
         return None
-    if sequence_parallel:
-        raise ConfigError(
-            "tensor.sequence_parallel", True, "plans of transformers split layers alone",
-            "use --tensor.sequence-parallel false",
-        )  # fmt: skip
     for name in DIVIDED:
         count = getattr(config, name, None)
         if isinstance(count, int) and count % size:
@@ -46,4 +49,46 @@ def transformers_plan(model: Any, *, size: int, sequence_parallel: bool) -> Mapp
             raise WorkloadError(
                 f"transformers' plan of {name}", style, "this style is for inference only", "use parallel.shard"
             )
-    return {name: STYLES[style]() for name, style in names.items()}
+    plan = {name: STYLES[style]() for name, style in names.items()}
+    return plan | _by_tokens(model, prefix, names) if sequence_parallel else plan
+
+
+def _by_tokens(model: nn.Module, prefix: str, names: Mapping[str, str]) -> dict[str, ParallelStyle]:
+    """Styles with which workers have a part of the tokens between the first and the last layer, outside of attention
+    and feed-forward layers."""
+    layers = getattr(model.get_submodule(prefix), "layers", nn.ModuleList())
+    if len(layers) < 2 or not all(
+        {"self_attn", "mlp"} <= {name for name, _ in each.named_children()} for each in layers
+    ):
+        raise ConfigError(
+            "tensor.sequence_parallel", True, "the model has no two layers of self_attn and mlp between which tokens "
+            "could be split", "use --tensor.sequence-parallel false",
+        )  # fmt: skip
+    part: Placement = Shard(1)
+    whole, each = Replicate(), f"{prefix}.layers.*"
+    plan: dict[str, ParallelStyle] = {
+        f"{prefix}.layers.0": PrepareModuleInput(
+            input_layouts=(whole,), desired_input_layouts=(part,), use_local_output=True
+        ),
+        f"{prefix}.layers.{len(layers) - 1}": PrepareModuleOutput(
+            output_layouts=(part,), desired_output_layouts=(whole,), use_local_output=True
+        ),
+        f"{each}.self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": part},
+            desired_input_kwarg_layouts={"hidden_states": whole},
+            use_local_output=True,
+        ),
+        f"{each}.mlp": PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole,), use_local_output=True),
+    }
+    plan |= {name: RowwiseParallel(output_layouts=part) for name, style in names.items() if style == "rowwise"}
+    for name, child in layers[0].named_children():
+        if name not in ("self_attn", "mlp") and any(True for _ in child.parameters()):
+            plan[f"{each}.{name}"] = SequenceParallel(use_local_output=True)
+    for name, module in model.named_modules():
+        if (
+            any(True for _ in module.parameters(recurse=False))
+            and f"{prefix}.layers." not in name
+            and name not in names
+        ):
+            plan[name] = Replicated()
+    return plan

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput, PrepareModuleOutput, parallelize_module
 
 from scaleray.common.equal_models import dense_buffers
 from scaleray.config import RunConfig
@@ -221,9 +221,10 @@ def _refuse_uneven_cuts(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, P
     layers after it take all parts as equal, and a collective of unequal parts ends the process."""
     for name, module in model.named_modules():
         for key, style in plan.items():
-            ours, theirs = (
-                (getattr(style, which, None) or (None,))[0] for which in ("output_layouts", "input_layouts")
-            )
+            if isinstance(style, PrepareModuleOutput):  # its output has the layout before its style
+                continue
+            cut = "desired_input_layouts" if isinstance(style, PrepareModuleInput) else "output_layouts"
+            ours, theirs = ((getattr(style, which, None) or (None,))[0] for which in (cut, "input_layouts"))
             if fnmatchcase(name, key) and isinstance(ours, Shard) and ours.dim > 0 and ours != theirs:
 
                 def check(module: nn.Module, inputs: Any, *, name: str = name, dim: int = ours.dim) -> None:

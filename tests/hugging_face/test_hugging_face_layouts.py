@@ -26,14 +26,15 @@ QWEN_MIXTURE = {
     "moe_intermediate_size": 24,
 }
 FLAGS = {"optimizer.learning_rate": 0.01, "optimizer.clip_norm": 0.5, "stop.after": "4 steps"}
-CONTEXT, TENSOR = {"parallel.context": 2}, {"parallel.tensor": 2, "tensor.sequence_parallel": False}
+CONTEXT, TENSOR = {"parallel.context": 2}, {"parallel.tensor": 2}
 LAYOUTS = {
     "context": (2, CONTEXT),
     "context in a ring": (2, {**CONTEXT, "context.exchange": "ring"}),
     "tensor": (2, TENSOR),
+    "tensor, whole sequences": (2, {**TENSOR, "tensor.sequence_parallel": False}),
     "pipeline": (2, {"parallel.pipeline": 2}),
     "shard x tensor": (4, {**TENSOR, "parallel.shard": 2}),
-    "pipeline x tensor": (4, {**TENSOR, "parallel.pipeline": 2}),
+    "pipeline x tensor": (4, {**TENSOR, "parallel.pipeline": 2, "tensor.sequence_parallel": False}),
     "expert": (2, {"parallel.shard": 2, "parallel.expert": 2}),
     "expert within shard": (4, {"parallel.shard": 4, "parallel.expert": 2}),
     "expert over context": (2, {**CONTEXT, "parallel.expert": 2}),
@@ -42,7 +43,12 @@ LAYOUTS = {
 CASES = [(model, layout) for model in (LLAMA, QWEN) for layout in LAYOUTS if "expert" not in layout]
 CASES += [(MIXTRAL, layout) for layout in ("expert", "expert over context", "pipeline", "context in a ring")]
 CASES += [(QWEN_MIXTURE, "expert"), (QWEN_MIXTURE, "expert within shard")]
-CASES += [({**LLAMA, "tie_word_embeddings": True}, "tensor"), (GPT2, "context"), (GPT2, "context in a ring")]
+CASES += [
+    ({**LLAMA, "tie_word_embeddings": True}, "tensor"),
+    ({**LLAMA, "tie_word_embeddings": True}, "pipeline x tensor"),
+    (GPT2, "context"),
+    (GPT2, "context in a ring"),
+]
 IN_TURN = [pytest.param(*case, marks=pytest.mark.combination) for case in CASES[1:]]
 
 
@@ -74,16 +80,18 @@ def test_rows_of_several_documents_do_not_share_sequences(gloo, texts):
 @pytest.mark.parametrize(
     ("model", "flags", "error", "says"),
     [
-        (LLAMA, {"parallel.tensor": 2}, ConfigError, "use --tensor.sequence-parallel false"),
+        ({**LLAMA, "num_hidden_layers": 1}, TENSOR, ConfigError, "has no two layers of self_attn and mlp"),
         ({**LLAMA, "num_key_value_heads": 1}, TENSOR, ConfigError, "it must divide num_key_value_heads, which is 1"),
+        (LLAMA, {**TENSOR, "parallel.pipeline": 2}, WorkloadError, "or use --tensor.sequence-parallel false"),
         (GPT2, TENSOR, WorkloadError, r"lacks tensor_plan\(\)"),
         (MIXTRAL, TENSOR, WorkloadError, "use parallel.shard"),
         ({**MIXTRAL, "output_router_logits": True}, {}, WorkloadError, "balance loss is that of a worker's batch"),
     ],
 )
 def test_what_has_no_plan_is_refused(gloo, model, flags, error, says):
+    world_size = flags.get("parallel.tensor", 2) * flags.get("parallel.pipeline", 1)
     with pytest.raises(error, match=f"(?s){says}"):
-        gloo.run(2, train, Causal({**model, "vocab_size": 50}), {**FLAGS, **flags})
+        gloo.run(world_size, train, Causal({**model, "vocab_size": 50}), {**FLAGS, **flags})
 
 
 def test_a_class_of_whole_rows_does_not_share_sequences(gloo, texts):

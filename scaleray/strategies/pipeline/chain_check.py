@@ -17,9 +17,11 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 worker. 1e-2 for other types."""
 
 
-def check_chain(whole: nn.Module, stages: list[Stage], call: Callable[[nn.Module], Any], device: torch.device) -> None:
+def check_chain(
+    whole: nn.Module, stages: list[Stage], call: Callable[[nn.Module], Any], device: torch.device, *, or_else: str = ""
+) -> None:
     """Compare all stages of a model, one after the other on this worker, with the whole. Raises WorkloadError if they
-    differ."""
+    differ. or_else: an option with which they may be equal."""
     views = [whole, *(stage.module for stage in stages)]
     modes = [(part, part.training) for view in views for part in view.modules()]
     try:
@@ -32,7 +34,7 @@ def check_chain(whole: nn.Module, stages: list[Stage], call: Callable[[nn.Module
             except WorkloadError:
                 raise
             except Exception as exc:
-                raise _not_a_chain(f"fails with {type(exc).__name__}: {first_line(exc)}") from exc
+                raise _not_a_chain(f"fails with {type(exc).__name__}: {first_line(exc)}", or_else) from exc
     finally:
         for part, was_training in modes:
             part.training = was_training
@@ -41,7 +43,7 @@ def check_chain(whole: nn.Module, stages: list[Stage], call: Callable[[nn.Module
         if ours.shape != theirs.shape or not torch.allclose(
             ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True
         ):
-            raise _not_a_chain("gives another result than the whole model")
+            raise _not_a_chain("gives another result than the whole model", or_else)
 
 
 def _chain(stages: list[Stage], call: Callable[[nn.Module], Any]) -> Any:
@@ -52,14 +54,14 @@ def _chain(stages: list[Stage], call: Callable[[nn.Module], Any]) -> Any:
     return passed
 
 
-def _not_a_chain(what: str) -> WorkloadError:
+def _not_a_chain(what: str, or_else: str) -> WorkloadError:
     return WorkloadError(
         "the model",
         f"not a chain of its blocks: cut into stages it {what}",
         "each block must take the activation as its first argument and return the next, "
         "and code between blocks must not change it",
         "return the blocks in the order of use from blocks(), "
-        "and register what comes before and after them in that order",
+        f"and register what comes before and after them in that order{f'; or use {or_else}' if or_else else ''}",
     )
 
 

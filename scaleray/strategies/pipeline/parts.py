@@ -113,8 +113,9 @@ class Parts:
         call: runs the given model. Raises WorkloadError if they differ. Every worker does the same, and communicates
         only in `gathered`."""
         assert self._unchecked is not None
+        cuts_tokens = self.split is not None and self.config.tensor.sequence_parallel
         with self.gathered():
-            check_chain(*self._unchecked, call, self.device)
+            check_chain(*self._unchecked, call, self.device, or_else="--tensor.sequence-parallel false" * cuts_tokens)
         self._unchecked = None
 
     def in_mode_of_module(self, stage: Stage) -> None:
