@@ -1,8 +1,8 @@
 """Emulated accelerators for a machine that has none: a layer's compute is a timed sleep, and everything else is real.
 
-A sleeping layer leaves its core and Python's lock free, as a GPU would, so that many workers on a few cores overlap,
-wait and bend like a cluster: parameters, gradients, optimizer, collectives and input are those of any training. Claims
-about scaling, overlap, stragglers and pipeline bubbles are tested with it, and runs rehearsed. Use it in a workload:
+A sleeping layer leaves its core and Python's lock free, as a GPU would, so that many workers on a few cores overlap and
+wait as on a cluster: parameters, gradients, optimizer, collectives and input are those of any training. Claims about
+scaling, overlap, stragglers and pipeline bubbles are tested with it, and runs rehearsed. Use it in a workload:
 
     from scaleray.emulation import EmulatedLayer, Timing
 
@@ -37,8 +37,7 @@ FORWARD, BACKWARD, REDUCE = "forward", "backward", "reduce"
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Time that a layer computes: a fixed part for each pass and one for each sample (first dimension) in it, in
-    seconds.
+    """Compute time of a layer in seconds: a fixed part for each pass, and one for each sample (first dimension) in it.
 
     jitter: a pass takes between 1 - jitter and 1 + jitter times as long, drawn from (seed, pass, layer, rank), so that
     a second run sleeps the same. slowdown: factors by rank, for stragglers.
@@ -76,8 +75,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class Interval:
-    """Time in which something ran. kind: forward, backward or reduce; index: that of the layer or bucket;
-    number: which pass or step it is, from 0.
+    """Interval in which a pass or a reduction ran. kind: forward, backward or reduce; index: that of the layer or
+    bucket; number: which pass or step it is, from 0.
 
     Times are seconds of `time.perf_counter`, which on Linux is one clock for all processes of a machine.
     """
@@ -90,14 +89,13 @@ class Interval:
 
 
 class Timeline:
-    """Record of what one process did, in the order in which it began.
-    Given to layers and links, which write into it."""
+    """Record of the intervals of one process, in the order of their start. Layers and links write into it."""
 
     def __init__(self) -> None:
         self._begun: list[tuple[str, int, int, list[float]]] = []
 
     def begin(self, kind: str, index: int, number: int) -> Callable[[], None]:
-        """Record that something begins now; the function returned records its end."""
+        """Record the start of an interval; the function returned records its end."""
         times = [time.perf_counter()]
         self._begun.append((kind, index, number, times))  # one append: other threads write too
         return lambda: times.append(time.perf_counter())
@@ -108,7 +106,7 @@ class Timeline:
         return [Interval(k, i, n, t[0], t[1]) for k, i, n, t in done if not kinds or k in kinds]
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all intervals."""
         self._begun.clear()
 
     def __deepcopy__(self, memo: Any) -> "Timeline":

@@ -1,4 +1,4 @@
-"""Interface of a workload, which the user brings: a model, the data, and a loss that is a sum and a count.
+"""Interface of a user's workload: a model, the data, and a loss that is a sum and a count.
 
 A workload is a class with three methods and a few optional ones; `scaleray.Workload` is a base class that
 documents them, and any class with the same methods works. Nothing here imports torch.
@@ -107,37 +107,37 @@ class Workload:
         """Rows as training reads them, changed: columns of as many rows, by any name. Optional.
 
         rows: the columns of a block, arrays with the rows along dimension 0 (or `scaleray.data.Ragged`). rng: a
-        `scaleray.data.RowRandom`, which draws for each row from that row's own seed. A third parameter, `split`, tells
-        splits apart. Runs where rows are read, in the worker or in Ray tasks.
+        `scaleray.data.RowRandom`, which draws for each row from that row's own seed. An optional third parameter,
+        `split`, is the name of the split. Runs where rows are read, in the worker or in Ray tasks.
         """
         return rows
 
     def collate(self, rows: Any) -> Any:
         """A micro-batch of tensors, in any structure, from its rows: a list of dicts of tensors. Optional.
 
-        Rows may differ in length; `rows.columns` has them by column. `collate = scaleray.data.Padding(...)` takes the
-        place of a method. Without it the columns themselves are the batch.
+        Rows may differ in length; `rows.columns` has them by column. `collate = scaleray.data.Padding(...)` can replace
+        the method. Without it the columns themselves are the batch.
         """
         return rows.columns
 
     def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, SumAndCount]:
         """Evaluation metrics as sums and counts, for example {"accuracy": (num_right, num_rows)}. Optional.
 
-        Return `loss` among them if it is at hand: evaluation then saves the forward pass of `loss()`.
+        Include `loss` if it is available: evaluation then saves the forward pass of `loss()`.
         """
         return {}
 
     def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Any] | None:
         """Predictions of the model for a batch, for `scaleray predict`: tensors by name with an element for each row,
-        for example {"label": logits.argmax(1)}; lists of texts do as well. Optional.
+        for example {"label": logits.argmax(1)}; lists of texts are allowed too. Optional.
 
-        The batch may be without labels. None: the model's output in `loss`, as far as that gets.
+        The batch may lack labels. None: the model's output in `loss` is used.
         """
         return None
 
     def read_data(self, path: str) -> Any:
-        """The rows of other data at a local path as `datasets()` gives those of a split, for the `--data` of `scaleray
-        predict` and `scaleray evaluate`: labels may be missing. Optional. None: files of tables are read.
+        """Rows of other data at a local path, in the form of a split of `datasets()`, for `--data` of `scaleray
+        predict` and `scaleray evaluate`. Labels may be missing. Optional. None: read the path as files of tables.
         """
         return None
 
@@ -146,7 +146,7 @@ class Workload:
     ) -> torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None:
         """The workload's own optimizer, or None for the configured one. `settings` holds the derived learning rate.
 
-        Several optimizers by name, where each holds parameters of its own or `losses()` gives a loss for each.
+        May return several optimizers by name if they share no parameters, or if `losses()` returns a loss for each.
         """
         return None
 
@@ -161,29 +161,29 @@ class Workload:
     def schedule(self, optimizer: torch.optim.Optimizer, recipe: Any) -> torch.optim.lr_scheduler.LRScheduler | None:
         """The workload's own learning-rate schedule, stepped once per optimizer step; None for the configured one.
 
-        recipe: what was derived, with `total_steps`, `steps_per_epoch`, `warmup_steps`, `schedule_steps` and
-        `learning_rate`; the optimizer has its rates already. Called some times more, on copies of the optimizer that
-        train nothing. With several optimizers it gets them by name, and returns schedules by name.
+        recipe: derived values, such as `total_steps`, `steps_per_epoch`, `warmup_steps`, `schedule_steps` and
+        `learning_rate`; the optimizer already has its rates. Called again on copies of the optimizer that train
+        nothing. With several optimizers it receives them by name and returns schedules by name.
         """
         return None
 
     def end_of_split(self) -> Mapping[str, tuple[float, float]]:
-        """Metrics of the split that was just evaluated as sums and counts, where `metrics()` has added up something
-        else, such as the state of a torchmetrics object. Optional."""
+        """Metrics of the split that was just evaluated, as sums and counts, if `metrics()` accumulates other values,
+        such as the state of a torchmetrics object. Optional."""
         return {}
 
     def aside(self) -> contextlib.AbstractContextManager[Any]:
-        """Context in which `metrics()` measures a row that does not count: nothing that was added up must change.
+        """Context in which `metrics()` measures a row that does not count and must change no accumulated value.
         Optional."""
         return contextlib.nullcontext()
 
     def step_metrics(self) -> Mapping[str, Any]:
-        """Figures of the step that was taken last, by name (`train/...`): numbers, or functions that give one. Those of
-        rank 0 are recorded. Optional."""
+        """Measurements of the last step, by name (`train/...`): numbers, or functions that return one. Those of rank 0
+        are recorded. Optional."""
         return {}
 
     def metric_objects(self) -> Mapping[str, Any]:
-        """Metrics that are no sum and count, such as AUROC, as torchmetrics objects by name. Optional.
+        """Metrics that are not a sum and a count, such as AUROC, as torchmetrics objects by name. Optional.
 
         `metrics` then returns the arguments of their `update` under these names.
         """
@@ -193,12 +193,12 @@ class Workload:
         self, model: nn.Module, batches: Iterable[Batch], *, split: str, rank: int, world_size: int
     ) -> Mapping[str, SumAndCount]:
         """Measurements that take more than a forward pass, such as generation, as sums and counts over this worker's
-        `batches` of a split, which are added up over workers. Optional, in addition to `metrics`.
+        `batches` of a split. They are summed over workers. Optional, in addition to `metrics`.
         """
         return {}
 
     def callbacks(self) -> Iterable[Any]:
-        """Callbacks that look at the training and log images, text, tables and figures: see `scaleray.Callback`.
+        """Callbacks that observe the training and log images, text, tables and figures: see `scaleray.Callback`.
         Optional."""
         return []
 
@@ -209,8 +209,8 @@ class Workload:
     def weight_names(self, model: nn.Module, config: Mapping[str, Any]) -> Mapping[str, str] | None:
         """Name of each tensor of the model's state dict in a folder of weights in Hugging Face's layout. Optional.
 
-        config: the folder's config.json; raise WorkloadError if another model is meant.
-        None: the names are the model's own.
+        config: the folder's config.json; raise WorkloadError if it describes another model. None: the names are the
+        model's own.
         """
         return None
 
@@ -230,9 +230,9 @@ class Workload:
 
         The plan holds a style of `torch.distributed.tensor.parallel` by module name (`blocks.*.attention.query` for all
         blocks). The model must return what the loss needs whole, as plain tensors equal on all workers. With
-        `sequence_parallel` what lies between the layers should be split along the sequence, and every module with
-        parameters must be named; else modules that are left out compute the same on all workers. Raise ConfigError for
-        a size that does not fit.
+        `sequence_parallel`, activations between the layers should be split along the sequence, and every module with
+        parameters must be named; otherwise, omitted modules compute the same on all workers. Raise ConfigError for a
+        size that does not fit.
         """
         return None
 
@@ -247,7 +247,7 @@ def load_workload(
     """Import `package.module:Name` or `path/to/file.py:Name` and build it with `args`.
 
     A relative path is looked up from the current directory, then from `base_dir` (the folder of the config file).
-    imported: function that imports the part before the colon, in place of these places and of Python's. Raises
+    imported: function that imports the part before the colon, instead of these folders and Python's import. Raises
     WorkloadError with the user's own part of the traceback.
     """
     target, _, attribute = name.partition(":")
@@ -273,8 +273,8 @@ def load_workload(
 
 
 def name_of(workload: Any) -> str:
-    """The name under which `load_workload` would find the class of an object, or a class: the run's `workload.name`
-    where it was handed over in Python. A class of a notebook's cell can only be handed over again."""
+    """Name by which `load_workload` finds a class, or the class of an object. It is the run's `workload.name` if the
+    workload was passed in Python. A class from a notebook's cell can only be passed again."""
     kind = workload if isinstance(workload, type) else type(workload)
     path = getattr(sys.modules.get(kind.__module__), "__file__", None)
     is_importable = kind.__module__ != "__main__" or path is None or not str(path).endswith(".py")
@@ -282,7 +282,7 @@ def name_of(workload: Any) -> str:
 
 
 def make_workload(given: Any, name: str, args: Mapping[str, Any], *, base_dir: Path | None = None) -> Any:
-    """`given` itself, or built with `args` where it is a class; the workload of that name where it is None."""
+    """The given object; a given class, built with `args`; or, for None, the workload of that name."""
     if given is None:
         return load_workload(name, args, base_dir=base_dir)
     return build_workload(given, args, name=given.__name__) if isinstance(given, type) else with_loss(given)
@@ -313,7 +313,7 @@ _outputs_taken = contextvars.ContextVar[Callable[[Outputs], SumAndCount] | None]
 
 @contextlib.contextmanager
 def outputs_go_to(take: Callable[[Outputs], SumAndCount]) -> Iterator[None]:
-    """Context in which the loss of a workload with `batch_loss` is `take` of its outputs."""
+    """Context in which `take(outputs)` replaces the loss of a workload with `batch_loss`."""
     token = _outputs_taken.set(take)
     try:
         yield
@@ -322,8 +322,8 @@ def outputs_go_to(take: Callable[[Outputs], SumAndCount]) -> Iterator[None]:
 
 
 def with_loss(workload: Any) -> Any:
-    """The workload; one with `batch_loss` gets a `loss`: that of its outputs, as if they were the whole batch, or where
-    `outputs_go_to` sends them. Raises WorkloadError for methods that contradict each other."""
+    """Return the workload. One with `batch_loss` gets a `loss`: the batch loss of its outputs, as if they were the
+    whole batch, or the function set by `outputs_go_to`. Raises WorkloadError for methods that contradict each other."""
     if own_method(workload, "batch_loss") is None or isinstance(getattr(workload, "loss", None), partial):
         return workload
     for name in ("loss", "losses"):
@@ -362,8 +362,8 @@ def _listed(methods: Iterable[Iterable[str]]) -> str:
 
 
 def built_model(workload: Any, *, doing: str = "building the model") -> Any:
-    """The model of `build_model()`, without a wrapper of torch.compile or DataParallel: its parameters have their own
-    names then. What was compiled stays so, as after `model.compile()`; workers are scaleray's to spread over."""
+    """The model from `build_model()` without a wrapper of torch.compile or DataParallel, which would rename its
+    parameters. A model compiled in place by `model.compile()` stays compiled."""
     model = call_user_code(workload.build_model, what="build_model()", doing=doing)
     while True:
         eval_frame, torch = sys.modules.get("torch._dynamo.eval_frame"), sys.modules.get("torch")
@@ -378,19 +378,19 @@ def built_model(workload: Any, *, doing: str = "building the model") -> Any:
 
 
 def own_method(workload: Any, name: str) -> Any:
-    """The workload's method of that name; None where it has none, or the one of the base class alone."""
+    """The workload's method of that name; None if it has none, or only that of the base class."""
     method, base = getattr(workload, name, None), getattr(Workload, name, None)
     is_inherited = base is not None and getattr(method, "__func__", None) is base
     return method if callable(method) and not is_inherited else None
 
 
 def brings_optimizer(workload: Any) -> bool:
-    """Whether the workload may bring an optimizer of its own; its method may still return None."""
+    """Whether the workload may have its own optimizer; its method may still return None."""
     return own_method(workload, "optimizer") is not None
 
 
 def brings_schedule(workload: Any) -> bool:
-    """Whether the workload may bring a schedule of its own; its method may still return None."""
+    """Whether the workload may have its own schedule; its method may still return None."""
     return own_method(workload, "schedule") is not None
 
 

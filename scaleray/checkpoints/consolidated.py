@@ -112,9 +112,9 @@ def load_weights(
     Raises CheckpointError; the tensors are unchanged unless bytes turn out to be damaged."""
     if Path(where).is_file():
         raise CheckpointError(
-            "the weights",
+            "the weights file",
             where,
-            "it is a single file",
+            "it is not a folder",
             f"run scaleray checkpoint import {where} FOLDER, then use that folder",
         )
     catalog, step = Catalog.at(where)
@@ -187,7 +187,7 @@ def _chosen(catalog: Catalog, step: int | None, where: str, group: dist.ProcessG
         except ScaleRayError as exc:
             box = [exc]
         except OSError as exc:
-            box = [CheckpointError("the weights", where, f"they cannot be read: {exc}")]
+            box = [CheckpointError.problem(f"the weights in {where}", f"cannot be read: {exc}")]
     if group is not None:
         dist.broadcast_object_list(box, group=group, group_src=0)
     if isinstance(box[0], ScaleRayError):

@@ -91,7 +91,7 @@ def write_adapter(
     found = {n: t.detach().cpu().contiguous() for n, t in tensors.items() if is_of_adapter(n)}
     if not found:
         raise CheckpointError.problem(
-            "the weights", "lacks adapters: there is nothing to export as an adapter", "see fine_tuning.lora_rank"
+            "the weights", "have no adapters: there is nothing to export as an adapter", "see fine_tuning.lora_rank"
         )
     rank = next(t.shape[0] for n, t in found.items() if n.endswith("lora_a"))
     config = {

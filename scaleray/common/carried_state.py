@@ -154,10 +154,9 @@ class CarriedState(Callback):
 
 
 def _apart() -> WorkloadError:
-    return WorkloadError(
+    return WorkloadError.problem(
         "the rows of a batch",
-        "not those that follow in their lanes",
-        "each worker continues its own lanes",
+        "are not the next rows of their lanes: each worker continues its own lanes",
         "set data.shuffle false, and batch.global_size and the batches of evaluations (evaluation.micro_size times the "
         "workers) to the number of lanes or a divisor of it",
     )

@@ -164,7 +164,7 @@ def without_secrets(words: Iterable[str]) -> list[str]:
 
 
 def without_secrets_in(command: str) -> str:
-    """The same for a command in a single text, which is unchanged if it has no secrets."""
+    """A command line in one text without its secrets; unchanged if it has none."""
     try:
         words = shlex.split(command)
     except ValueError:  # an unmatched quotation mark

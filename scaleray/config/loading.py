@@ -43,7 +43,7 @@ LONGEST_KEY = 200
 
 @dataclass(frozen=True)
 class Entry:
-    """Value in one layer, and its place."""
+    """Value of a key in one layer, with its file and line or other origin."""
 
     value: Any
     where: str
@@ -164,7 +164,7 @@ def _sections() -> set[str]:
 def _own_keys(
     loader: BoundedLoader, node: yaml.MappingNode, *, prefix: str, file: str
 ) -> dict[str, tuple[str, yaml.Node]]:
-    """Each key of a mapping with its place and value; the mapping's own keys take precedence over those merged by
+    """Each key of a mapping with its location and value; the mapping's own keys take precedence over those merged by
     `<<`."""
 
     def read(pairs: list[tuple[yaml.Node, yaml.Node]], *, may_repeat: bool) -> dict[str, tuple[str, yaml.Node]]:
@@ -293,7 +293,7 @@ def _built(entries: Mapping[str, Entry]) -> RunConfig:
 
 def _unknown(key: str, where: str, known: list[str]) -> ConfigError:
     shown = key if len(key) <= LONGEST_KEY else f"{key[:LONGEST_KEY]}..."
-    return ConfigError(f"{where} {shown}", "an unknown key", "only known keys are allowed", hint_for(key, known))
+    return ConfigError.problem(f"{where} {shown}", "is an unknown key", hint_for(key, known))
 
 
 def hint_for(key: str, known: list[str]) -> str:
@@ -335,5 +335,6 @@ def _as_config_error(exc: ValidationError, entries: Mapping[str, Entry]) -> Conf
         found = without_secret(found)
     elif isinstance(found, str):
         found = without_password(found)
-    message = message[0].lower() + message[1:]
-    return ConfigError(what, found, f"that is not allowed: {message.rstrip('.')}", help_text)
+    message = message[0].lower() + message[1:].replace(" should ", " must ", 1)
+    message = message.replace("input must ", "it must ", 1)
+    return ConfigError(what, found, message.rstrip("."), help_text)

@@ -21,8 +21,8 @@ AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
 
 class ParallelSettings(Settings):
-    """Numbers of workers along each axis, whose product is `scale.workers`. `auto` for one of them: the workers that
-    the others leave; `parallel: auto`, the planner's layout. A single worker always has the whole model."""
+    """Numbers of workers along each axis, whose product is `scale.workers`. `auto` for one of them takes the workers
+    that the others leave; `parallel: auto` takes the planner's layout. A single worker always has the whole model."""
 
     pipeline: Degree = None
     """Workers over which a replica's stages are spread. None: 2 under `strategy.name: pipeline`, otherwise 1."""
@@ -50,7 +50,7 @@ class ParallelSettings(Settings):
         return max(math.prod(value for value in given if isinstance(value, int)), self.expert or 1)
 
     def within(self, strategy: str) -> ParallelSettings:
-        """Degrees within a replica that the given strategy supports, and the shards of one that splits replicas."""
+        """Degrees within a replica that the given strategy supports, including shards if it splits replicas."""
         traits = traits_of(strategy)
         axes = {"pipeline", "context", "tensor", *(["shard"] if traits.splits_replica else [])} & set(traits.axes)
         axes = set() if traits.trains_apart else axes

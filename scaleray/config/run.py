@@ -165,8 +165,8 @@ class RunConfig(Settings):
         return self.precision.dtype if self.precision.dtype in ("bf16", "fp16") else None
 
     def changed(self, settings: Mapping[str, Any]) -> RunConfig:
-        """Return the same config with other values of keys such as `scale.workers` or of whole sections. They are not
-        checked: a strategy of the table need not be valid in a config file."""
+        """Return the same config with other values of keys such as `scale.workers` or of whole sections. Values are not
+        checked: some strategies are valid here but not in a config file."""
         sections: dict[str, Any] = {}
         for key, value in settings.items():
             section, _, name = key.partition(".")

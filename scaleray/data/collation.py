@@ -65,17 +65,15 @@ def refuse_ragged(columns: Columns, *, what: str) -> None:
     for name, column in columns.items():
         if isinstance(column, Ragged):
             if column.shapes is not None:
-                raise DataError(
+                raise DataError.problem(
                     f"column {name} of {what}",
-                    f"ragged: rows of {column.sizes}",
-                    "rows of unequal size cannot form a batch",
+                    f"has rows of unequal size ({column.sizes}), which cannot form a batch",
                     "bring them to one size in transform(rows, rng), such as np.stack([resize(i) for i in "
                     "rows['image']]), or combine them in your own collate(rows)",
                 )
-            raise DataError(
+            raise DataError.problem(
                 f"column {name} of {what}",
-                f"ragged: rows of {column.sizes}",
-                "rows of unequal length need a collate(rows) that makes a batch of them",
+                f"has rows of unequal length ({column.sizes}): they need a collate(rows) that makes a batch of them",
                 "in the workload: collate = scaleray.data.Padding(value=0, mask='mask') pads them and marks real "
                 "values; scaleray.data.Flattening() concatenates them",
             )
@@ -125,8 +123,8 @@ def padded(
         _check_lengths_alone(name, column)
         longest = int(column.lengths.max(initial=0))
         if to is not None and longest > to:
-            raise DataError(
-                f"column {name}", f"a row of {longest} values", f"padding is to {to}", "cut rows in transform()"
+            raise DataError.problem(
+                f"column {name}", f"has a row of {longest} values, and padding is up to {to}", "cut rows in transform()"
             )
         width = -(-(to or longest) // multiple_of) * multiple_of
         is_real = np.arange(width) < column.lengths[:, None]
@@ -160,7 +158,9 @@ def _check_lengths_alone(name: str, column: Ragged) -> None:
     """Raise DataError for rows that differ in more than their length."""
     if column.shapes is not None:
         allowed = "rows can be padded or concatenated only along their first dimension"
-        raise DataError(f"column {name}", f"rows of {column.sizes}", allowed, "bring them to one size in transform()")
+        raise DataError.problem(
+            f"column {name}", f"has rows of {column.sizes}: {allowed}", "bring them to one size in transform()"
+        )
 
 
 def columns_of(rows: Columns | Sequence[Any]) -> Columns:

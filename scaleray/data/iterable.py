@@ -78,7 +78,7 @@ def part_of(dataset: Any, how: str, rank: int, world_size: int) -> Any:
 
 
 def in_words(dataset: Any, how: str, rank: int, world_size: int) -> str:
-    """Name of a dataset's part, for its user."""
+    """Name of a dataset's part, for messages."""
     if how == BY_WORKER_INFO:
         return f"{type(dataset).__name__} under worker info {rank} of {world_size}"
     return f"{type(dataset).__name__}.shard for worker {rank} of {world_size}"
@@ -279,7 +279,7 @@ class IterableSource(DatasetSource):
             raise DataError(
                 f"the {plan.name} data",
                 f"{in_words(self.dataset, self.deals_by, self._rank, self._world_size)} {found}",
-                f"of {plan.num_samples} rows each of the {self._world_size} workers trains on {self._share(plan)}",
+                f"each of the {self._world_size} workers trains on {self._share(plan)} of {plan.num_samples} rows",
                 "deal the rows out one by one, itertools.islice(rows, rank, None, world_size), so that parts differ "
                 "by at most one row; or do not deal them out, and every worker reads all rows and keeps its own",
             )
@@ -287,13 +287,13 @@ class IterableSource(DatasetSource):
             raise DataError(
                 f"the {plan.name} data",
                 f"{type(self.dataset).__name__} {found}",
-                f"it was taken to be endless, as counting its rows took longer than {SHORT_COUNT_S:.0f} s",
+                f"it was assumed to be endless, as counting its rows took longer than {SHORT_COUNT_S:.0f} s",
                 "define __len__, the number of rows of an epoch, to start again at its end",
             )
         raise DataError(
             f"the {plan.name} data",
             f"{type(self.dataset).__name__} {found}",
-            f"it had {plan.num_samples} at the start of the run",
+            f"there were {plan.num_samples} at the start of the run",
             "give as many rows in every epoch; __len__ says how many. One that already divides by rank deals its rows "
             "out twice: give it shard(rank, world_size) instead",
         )
@@ -394,7 +394,7 @@ def refuse_shared_place(sources: Mapping[str, Any]) -> None:
         if alone[0] == alone[1] != rows:
             raise DataError.problem(
                 f"the {name} data",
-                f"has other rows where {' or '.join(n for n in users if n != name)} is read meanwhile: they share a "
+                f"has other rows if {' or '.join(n for n in users if n != name)} is read meanwhile: they share a "
                 "handle, by a class, a module, a cache or an argument",
                 f"open the file in __iter__ of {type(streams[name].dataset).__name__}, again for each iteration, or "
                 "seek to the position of a row before reading it",

@@ -65,7 +65,7 @@ class LengthPlan(StepPlan):
 
     @property
     def promise(self) -> str:
-        """Promise to the user about the order of samples, in words."""
+        """Guarantee about the order of samples, as text."""
         order = StepPlan.promise.fget(self)  # type: ignore[attr-defined]
         if self.bucket_batches is not None:
             order += f"; rows of similar length together, sorted within {self.bucket_batches} global batches"

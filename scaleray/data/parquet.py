@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from scaleray.common.filesystems import open_filesystem
+from scaleray.common.printed import quantity
 from scaleray.data.ragged import Ragged
 from scaleray.data.source_interface import HASH_LIMIT_BYTES, Columns, as_numbers, hash_blocks, hash_names
 from scaleray.errors import DataError
@@ -194,10 +195,9 @@ def _num_nulls(column: Any) -> int:
 
 
 def _null_error(column: str, path: str, group: int, count: int) -> DataError:
-    return DataError(
+    return DataError.problem(
         f"column {column} of {path}, row group {group},",
-        f"{count} nulls",
-        "every row needs a value",
+        f"has {quantity(count, 'null')}: every row needs a value",
         "fill or drop them when the file is written, leave the column out (columns=[...]), or fill them in a "
         "preprocessor or a transform",
     )
@@ -216,15 +216,16 @@ def column_to_numpy(name: str, column: Any, where: str, *, allows_text: bool = F
     offsets: np.ndarray | None = None
     while pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):
         if array.null_count:
-            raise DataError(f"column {name} of {where}", f"{array.null_count} nulls", "every row needs a value")
+            raise DataError.problem(
+                f"column {name} of {where}", f"has {quantity(array.null_count, 'null')}: every row needs a value"
+            )
         values = array.flatten()
         width, rest = divmod(len(values), max(1, len(array)))
         if rest or (not pa.types.is_fixed_size_list(array.type) and len(np.unique(array.value_lengths())) > 1):
             if depth or offsets is not None:
-                raise DataError(
+                raise DataError.problem(
                     f"column {name} of {where}",
-                    "lists within lists of several lengths",
-                    "rows may differ only in the length of their outer list",
+                    "has lists within lists of several lengths: rows may differ only in the length of their outer list",
                     "pad the inner ones when the file is written",
                 )
             offsets = np.concatenate([[0], np.cumsum(array.value_lengths().to_numpy())])
@@ -232,10 +233,9 @@ def column_to_numpy(name: str, column: Any, where: str, *, allows_text: bool = F
             depth.append(width)
         array = values
     if array.null_count and not allows_text:
-        raise DataError(
+        raise DataError.problem(
             f"column {name} of {where}",
-            f"{array.null_count} nulls",
-            "every row needs a value",
+            f"has {quantity(array.null_count, 'null')}: every row needs a value",
             "fill or drop them when the file is written",
         )
     flat = as_numbers(name, array.to_numpy(zero_copy_only=False), allows_text=allows_text)

@@ -225,8 +225,8 @@ def load(folder: str, module_name: Callable[[str], str] = str) -> Any:
     try:
         document = json.loads(text, object_hook=lambda entry: _of_module(entry, module_name))
         if document["format"] != FORMAT:
-            allowed = f"this scaleray reads format {FORMAT}"
-            raise CheckpointError(f"{folder}/{FILE}", f"format {document['format']}", allowed, "use a newer scaleray")
+            text = f"has format {document['format']}, and this scaleray reads format {FORMAT}"
+            raise CheckpointError.problem(f"{folder}/{FILE}", text, "use a newer scaleray")
         return decoded(document["preprocessor"])
     except (ValueError, KeyError, TypeError) as exc:
         raise CheckpointError(f"{folder}/{FILE}", "damaged", f"it cannot be read: {exc}") from exc

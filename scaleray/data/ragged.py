@@ -39,7 +39,7 @@ class Ragged:
 
     @property
     def sizes(self) -> str:
-        """The sizes of the rows, in words."""
+        """The sizes of the rows, as text."""
         if self.shapes is None:
             return f"{int(self.lengths.min())} to {int(self.lengths.max())} values"
         found = sorted({tuple(shape) for shape in self.shapes.tolist()})

@@ -1,4 +1,4 @@
-"""A Ray Dataset as the data of a split: streamed by Ray Data, in an order of its own.
+"""A Ray Dataset as the data of a split, streamed by Ray Data in its own order.
 
 A row of a stream has no number to seed its random numbers. They depend on its values instead, with the seed, the split
 and the epoch: so a row is the same in any order of arrival, on any number of workers and after a resume, and equal rows

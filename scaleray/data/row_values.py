@@ -34,8 +34,8 @@ UNSEEDED = "random numbers are seeded where they come from the global generators
 
 @dataclass(frozen=True)
 class RowValues:
-    """Finding on whether the values of a source's rows can be repeated. difference: the evidence that they cannot, in
-    words. advice: the remedy."""
+    """Result of the check that the values of a source's rows can be repeated. difference: evidence that they cannot, as
+    text. advice: the remedy."""
 
     draw_random_numbers: bool = False
     """Whether rows draw from a global generator of torch, numpy or Python, so that reading must seed it."""
@@ -51,7 +51,7 @@ class RowValues:
 
     @property
     def promise(self) -> str:
-        """Promise to the user, in words; empty for stored rows."""
+        """Guarantee for the user, as text; empty for stored rows."""
         if self.difference:
             return f"the values of the rows are not repeatable: {self.difference}"
         is_random = self.draw_random_numbers or self.draw_by_row
@@ -62,7 +62,7 @@ AS_STORED = RowValues()
 
 
 def row_values_of(source: Source) -> RowValues:
-    """Finding made when the source was made; for a source without one, that its rows are stored."""
+    """Result of the check when the source was made; without one, its rows count as stored."""
     found: RowValues = getattr(source, "row_values", AS_STORED)
     return found
 
@@ -70,7 +70,7 @@ def row_values_of(source: Source) -> RowValues:
 def look_at_rows(read_row: Callable[[int], Columns], rows: Sequence[int]) -> RowValues:
     """Read each of these rows several times under one seed. The generators are restored.
 
-    A row that cannot be read is skipped: its error is reported with rank and step in its turn."""
+    A row that cannot be read is skipped: its error is reported with rank and step when training reads it."""
     draws = False
     with generators_kept():
         for row in rows:

@@ -117,7 +117,7 @@ class StepPlan:
 
     @property
     def promise(self) -> str:
-        """Promise to the user about the order of samples, in words."""
+        """Guarantee about the order of samples, as text."""
         if self.is_streamed:
             return (
                 "weak: a Ray Dataset is streamed, so the order of the samples depends on the number of workers; "

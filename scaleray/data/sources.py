@@ -115,7 +115,7 @@ class TokenSource:
         self._array = np.ascontiguousarray(tokens) if isinstance(tokens, np.ndarray) else None
         self.dtype = np.dtype(dtype) if self._array is None else self._array.dtype
         if self.path is not None and not Path(self.path).is_file():
-            raise DataError("a token file", self.path, "it does not exist")
+            raise DataError("the token file", self.path, "it does not exist")
         self._windows: np.ndarray | None = None
         self.sequence_length = self.tokens_per_row = sequence_length
         self.row_bytes = (sequence_length + 1) * self.dtype.itemsize

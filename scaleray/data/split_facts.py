@@ -110,9 +110,9 @@ def lengths_of(source: Source) -> Lengths | None:
         return None
     lengths = Lengths(values)
     if len(lengths) != source.num_rows or (len(lengths) and lengths.values.min() < 0):
-        raise DataError(
+        raise DataError.problem(
             "the lengths of the rows",
-            f"{len(lengths)} numbers from {lengths.values.min(initial=0)}",
-            f"there are {source.num_rows} rows, each with a length from 0",
+            f"must be {source.num_rows} numbers from 0, one per row: there are {len(lengths)}, the smallest of them "
+            f"{lengths.values.min(initial=0)}",
         )
     return lengths

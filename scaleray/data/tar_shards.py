@@ -154,15 +154,15 @@ def _tar_files(given: str | Path) -> list[str]:
         filesystem, root = open_filesystem(uri)
         info = filesystem.get_file_info(root)
         if info.type == pyarrow.fs.FileType.NotFound:
-            raise DataError("tar shards", uri, "the path does not exist")
+            raise DataError("the path of tar shards", uri, "it does not exist")
         if info.is_file:
             return [uri]
         found = filesystem.get_file_info(pyarrow.fs.FileSelector(root, recursive=True))
     except (OSError, ValueError) as exc:
-        raise DataError("tar shards", uri, f"they cannot be opened: {exc}") from exc
+        raise DataError("the path of tar shards", uri, f"it cannot be opened: {exc}") from exc
     names = sorted(file.path for file in found if file.is_file and file.path.endswith(".tar"))
     if not names:
-        raise DataError("tar shards", uri, "the folder holds no .tar file")
+        raise DataError("the path of tar shards", uri, "it holds no .tar file")
     return [uri.rstrip("/") + name[len(root.rstrip("/")) :] for name in names]
 
 

@@ -92,9 +92,9 @@ def checked_rows(given: Any, num_rows: int, *, what: str, allows_text: bool = Fa
     columns = {str(n): as_column(str(n), column, allows_text=allows_text) for n, column in given.items()}
     lengths = {name: len(c) if isinstance(c, Ragged) or c.ndim else "no" for name, c in columns.items()}
     if set(lengths.values()) != {num_rows}:
-        raise WorkloadError(
+        raise WorkloadError.problem(
             f"the result of {what}",
-            "columns of " + ", ".join(f"{number} rows ({name})" for name, number in lengths.items()),
+            f"has columns of {', '.join(f'{number} rows ({name})' for name, number in lengths.items())}: "
             f"it received {num_rows} rows, and must return as many in every column",
             "the rows of a step are decided before they are read: leave rows out in datasets(), and weight them in "
             "the loss",

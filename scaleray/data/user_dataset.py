@@ -1,4 +1,4 @@
-"""A user's Dataset as `datasets()` returned it, before any row was read, and turns for the threads that read it.
+"""A user's Dataset as `datasets()` returned it, before any row was read, and a lock for the threads that read it.
 
 Reading a row changes many Datasets: an open file, a cached shard, a cursor. So the state to send to other processes is
 recorded before the first row is read. In one process the readers of user code take turns, row by row: two splits may

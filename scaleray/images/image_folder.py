@@ -62,7 +62,9 @@ class ImageFolder(ImageFiles):
         for number, name in enumerate(classes):
             found += [(file, number) for file in _images(Path(folder), name)]
         if not found:
-            raise DataError(f"the images in {folder}", "none", f"supported extensions are {', '.join(ENDINGS)}")
+            raise DataError.problem(
+                f"the folder {folder}", f"has no images: supported extensions are {', '.join(ENDINGS)}"
+            )
         super().__init__(Path(folder), [file for file, _ in found], [number for _, number in found])
 
 

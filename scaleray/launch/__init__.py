@@ -1,1 +1,1 @@
-"""The driver: connects to Ray, launches the workers, and sees a run through to its record."""
+"""The driver: connect to Ray, launch the workers, and write the record of the run."""

@@ -104,7 +104,7 @@ def by_name(given: Any, num_rows: int, *, what: str, is_own: bool) -> dict[str, 
     wrong = next((name for name in found if name not in good), None)
     shown = type(given).__name__ if wrong is None else f"{wrong}: {_shape(found[wrong])}"
     raise WorkloadError(
-        f"what {what} returned",
+        f"the result of {what}",
         shown,
         f"it must be {{name: tensor}} with an element for each of the {num_rows} rows of the batch",
         "" if is_own else ADD_PREDICT,

@@ -25,7 +25,7 @@ def opened(path: str, copy_path: str | None) -> Iterator[tuple[Catalog, int | No
 
     where = _meant(path)
     if "://" not in where and not _exists(where):
-        raise CheckpointError("the path", path, "there is nothing", f"folders of runs are in {default_storage_path()}")
+        raise CheckpointError("the path", path, "it does not exist", f"folders of runs are in {default_storage_path()}")
     try:
         catalog, step = Catalog.at(where)
         if copy_path is None and catalog.stores[0].name == FOLDER:

@@ -104,7 +104,7 @@ def as_source_of_split(data: Any, shape: Shape, workload: Any, *, split: str, fi
     if parts:
         _refuse_missing(parts[0], shape, files.uri)
     if not parts:
-        raise DataError("--data", files.uri, "it has no row")
+        raise DataError("--data", files.uri, "it has no rows")
     rows = ArraySource(joined(parts), allows_text=shape.allows_text)
     return for_workload(rows, workload, split=split, fitted=fitted)
 
@@ -171,8 +171,8 @@ def evaluate(
         raise UsageError("--workers", workers, "it must be at least 1")
     found = find_trained(run, uri=options.uri)
     if record and found.about.get("tracking_uri") is None:
-        allowed = "its folder names another MLflow than the one in use, which is not contacted unless you name it"
-        raise TrackingError("the run in MLflow", found.about.get("run_id"), allowed, "add --uri URI, or --no-record")
+        text = "is recorded in another MLflow than the one in use, which is contacted only if you name it"
+        raise TrackingError.problem(f"the run {found.name}", text, "add --uri URI, or --no-record")
     parts = find_parts(found, **options.parts)
     sources = _sources(parts, data, split)
     config = evaluation_config(parts, found, workers)
@@ -260,7 +260,10 @@ def evaluation_job(config: RunConfig, workload: Any, sources: Mapping[str, Sourc
     splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
     if streamed := [name for name, split in splits.items() if split.is_streamed]:
         raise DataError(
-            f"the {streamed[0]} data", "a Ray Dataset", "its rows have no numbers", "write it to files and give --data"
+            f"the {streamed[0]} data",
+            "a Ray Dataset",
+            "its rows cannot be read by index",
+            "write it to files and give --data",
         )
     first = next(iter(sources.values()))
     if first.tokens_per_row is None:  # rows of unequal length are evaluated in their order, some at a time
@@ -286,8 +289,8 @@ def _sources(parts: ModelParts, data: Any, split: str | None) -> dict[str, Sourc
         return {split: sources[split]}
     others = {name: source for name, source in sources.items() if name != TRAIN}
     if not others:
-        raise UsageError(
-            "the run's splits", TRAIN, "there is no other split to evaluate", "give --split train, or --data FILE"
+        raise UsageError.problem(
+            "the run", f"has no split to evaluate but {TRAIN}", "give --split train, or --data FILE"
         )
     return others
 

@@ -74,10 +74,9 @@ def _with_adapters(trained: TrainedRun, step: int | str | None, which: str | Non
     if newest is None and which != TRAINED and (adapters := read_adapters(trained)) is not None:
         return dataclasses.replace(weights, tensors={**weights.tensors, **adapters})
     if newest is None:
-        raise CheckpointError(
+        raise CheckpointError.problem(
             f"the adapters of {trained.name}",
-            "merged into the final weights",
-            "no checkpoint has them separately",
+            "were merged into the final weights, and no checkpoint has them separately",
             "train with --no-fine-tuning.merge, or with checkpoints",
         )
     return read_run_weights(trained, newest.step, which)

@@ -172,7 +172,7 @@ def _compared(
         if found > allowed:
             raise CheckpointError.problem(
                 "The exported model",
-                f"differs in outputs by {found:.3g} of the largest: at most {allowed:g} is allowed. Nothing was "
+                f"differs in its outputs by {found:.3g} of the largest: at most {allowed:g} is allowed. Nothing was "
                 "written",
                 "--tolerance allows more; --dtype fp32 rounds less",
             )

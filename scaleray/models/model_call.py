@@ -39,8 +39,8 @@ class ModelCall:
         finally:
             handle.remove()
         if not seen:
-            allowed = "only the model's whole forward can be exported, and predict() or loss() do not call it"
-            raise WorkloadError("the workload", "calls a part or a method of the model", allowed, "call the model")
+            text = "calls a part or a method of the model, and only the model's whole forward() can be exported"
+            raise WorkloadError.problem("the workload", text, "call the model in predict() or loss()")
         return cls(*seen[0], rows_in(rows))
 
     def of_dtype(self, dtype: torch.dtype) -> ModelCall:

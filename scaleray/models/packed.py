@@ -138,7 +138,7 @@ def _tried(parts: ModelParts, folder: Path) -> ModelSignature:
         raise DataError(
             "the training data",
             "not readable here",
-            "the columns of a packed model are read from them",
+            "the columns of a packed model are read from it",
             "pack it on a machine with the data",
         )
     answer = RowAnswers(parts, shape, tuples)

@@ -187,10 +187,9 @@ def _refuse_others(folder: Path) -> None:
     for file in sorted(folder.rglob("*.py")):
         for name in _imported(ast.parse(file.read_bytes(), filename=str(file))):
             if name not in own and (place := _outside(name)) is not None:
-                raise WorkloadError(
+                raise WorkloadError.problem(
                     f"the import of {name} in {file.name}",
-                    f"of {place}",
-                    "a packed model includes only modules in its own folder and installed packages",
+                    f"leads to {place}: a packed model includes only modules in its own folder and installed packages",
                     f"move {name} into the folder of the workload's file, or install it",
                 )
 

@@ -81,8 +81,9 @@ def predict(
     split, batch_size, workers, keep = options.split, options.batch_size, options.workers, words_of(options.keep)
     if (data is None) == (split is None):
         raise UsageError("--data", data, "use either --data or --split", "--split test is one of the run's splits")
-    if batch_size < 1 or workers < 1:
-        raise UsageError("--batch-size and --workers", (batch_size, workers), "they must be at least 1")
+    for option, number in (("--batch-size", batch_size), ("--workers", workers)):
+        if number < 1:
+            raise UsageError(option, number, "it must be at least 1")
     path = check_out(out, overwrite=options.overwrite) if out is not None else None
     parts = find_parts(run, **options.parts)
     wide = parts.config.precision.dtype == "fp64"
@@ -139,7 +140,9 @@ def _split_of(workload: Any, split: str, fitted: Any) -> Source:
     source = sources[split]
     refuse_endless(source, split)
     if isinstance(source, StreamSource):
-        raise DataError(f"the {split} data", "a Ray Dataset", "its rows have no numbers", "write it to files: --data")
+        raise DataError(
+            f"the {split} data", "a Ray Dataset", "its rows cannot be read by index", "write it to files: --data"
+        )
     return source
 
 

@@ -168,7 +168,7 @@ class Predictor:
         if not rows:
             there = ", ".join(table.column_names)
             wanted = f"training had {', '.join(shape.columns)}" if shape.columns else "columns of numbers are required"
-            raise problems[0] if problems else DataError(f"the columns of {self.parts.where}", there, wanted)
+            raise problems[0] if problems else DataError.problem(self.parts.where, f"has the columns {there}: {wanted}")
         try:
             return self.answers(self.change(rows))
         except ScaleRayError:

@@ -109,7 +109,7 @@ class ModelRegistry:
     def __init__(self, uri: str | None) -> None:
         self.uri = resolve_uri(uri)
         if self.uri.startswith("sqlite:///") and not sqlite_path(self.uri).exists():
-            allowed = "there is no such database"
+            allowed = "it does not exist"
             raise TrackingError("--uri", without_password(self.uri), allowed, "name the run's database")
         check_reachable(self.uri)
         self.client = open_client(self.uri)

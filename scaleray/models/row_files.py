@@ -112,7 +112,9 @@ class Shape:
             given = None if isinstance(found[name], Ragged) else found[name].shape[1:]
             # longer shapes may be free, as that of an image
             if given != shape and shape is not None and len(shape) <= 1:
-                raise DataError(f"column {name}", f"of shape {given or 'ragged'} a row", f"training had {list(shape)}")
+                raise DataError(
+                    f"column {name}", f"of shape {given or 'ragged'} in a row", f"training had {list(shape)}"
+                )
             found[name] = _as_type(found[name], dtype)
         if self.columns:  # such as a name, which nothing would make numbers of
             found = {n: v for n, v in found.items() if n in self.columns or v.dtype.kind in "biufc"}

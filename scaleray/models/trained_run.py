@@ -70,7 +70,9 @@ def trained_of(found: FoundRun, *, uri: str | None = None) -> TrainedRun:
     """The training of a record. Raises TrackingError for a study or sweep."""
     record = found.record
     if not isinstance(record, RunRecord):
-        raise TrackingError("RUN", found.where, "studies and sweeps have no model", "name one of its trainings")
+        raise TrackingError(
+            "RUN", found.where, "it is a study or sweep, which has no model", "name one of its trainings"
+        )
     if found.place is not None and (about := _note(found.place)) is not None:
         return _checked(found.place, _with_uri(about, uri), record)
     # what MLflow knows lies where the run wrote it, or among its artifacts
@@ -102,10 +104,9 @@ def workload_of(run: TrainedRun, given: Any = None) -> Any:
     except WorkloadError as exc:
         if given is not None:
             raise
-        raise WorkloadError(
-            f"the workload of {run.name}",
-            settings.name,
-            f"it cannot be found: {exc}",
+        raise WorkloadError.problem(
+            f"the workload {settings.name} of {run.name}",
+            f"cannot be found: {exc}",
             "name the workload: --workload path/to/file.py:Name, or from Python the class: workload=Name",
         ) from exc
 

@@ -1,6 +1,6 @@
 """Context parallelism: the workers of a group have the same rows, and each computes a part of every sequence.
 
-Tokens see those of other workers in attention alone. While a training runs, `scaled_dot_product_attention` of
+Tokens of different workers interact only in attention. While a training runs, `scaled_dot_product_attention` of
 torch.nn.functional, which models and torch's own layers call, exchanges them in one of two ways. By heads, an
 all-to-all gives each worker all tokens of some heads (Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv:2309.14509). In a
 ring, keys and values pass from worker to worker while each computes with those it has, and partial results are merged
@@ -27,8 +27,8 @@ _attention = F.scaled_dot_product_attention
 
 @dataclass
 class Context:
-    """Workers that share each sequence. exchange: `heads` or `ring`. group: None in a rehearsal on one worker, where
-    the first worker's tokens see each other alone."""
+    """Workers that share each sequence. exchange: `heads` or `ring`. group: None in a rehearsal on one worker, in which
+    the first worker's tokens attend only to each other."""
 
     exchange: str
     size: int
@@ -61,10 +61,9 @@ def part(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
     pieces = _active.pieces()
     multiple, length = len(pieces) * _active.size, tensor.shape[dim]
     if length % multiple:
-        raise WorkloadError(
+        raise WorkloadError.problem(
             "a sequence",
-            f"of {length} tokens",
-            f"parallel.context {_active.size} cuts it into {multiple} equal pieces",
+            f"has {length} tokens: parallel.context {_active.size} cuts it into {multiple} equal pieces",
             f"pad it to a multiple of {multiple}, such as {-(-length // multiple) * multiple}",
         )
     _active.has_cut = True
@@ -128,8 +127,8 @@ def whole_sequences() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sequences_shared(model: torch.nn.Module, context: Context) -> Iterator[None]:
-    """Context in which workers share each sequence. Raises WorkloadError at the end of a forward pass of
-    `model` without attention to exchange: its tokens would not see those of other workers."""
+    """Context in which workers share each sequence. Raises WorkloadError at the end of a forward pass of `model`
+    without attention to exchange: its tokens would not attend to those of other workers."""
     global _active
     _active = context
     F.scaled_dot_product_attention = _shared_attention
@@ -206,9 +205,9 @@ def _check_call(
             "use is_causal, pack rows instead of padding them, or leave parallel.context out",
         )
     if query.ndim != 4 or (is_causal and query.shape[2] != key.shape[2]):
-        raise WorkloadError(
+        raise WorkloadError.problem(
             "the model's attention",
-            f"of queries {tuple(query.shape)} and keys {tuple(key.shape)}",
+            f"has queries of shape {tuple(query.shape)} and keys of shape {tuple(key.shape)}: "
             "parallel.context needs (rows, heads, tokens, width), and as many queries as keys where it is causal",
         )
     if context.exchange == "heads":
@@ -219,10 +218,11 @@ def _check_call(
                     "use --context.exchange ring",
                 )  # fmt: skip
     elif dropout_p:
-        raise WorkloadError(
-            "the model's attention", f"with dropout {dropout_p:g}", "a ring has no dropout of attention",
+        raise WorkloadError.problem(
+            "the model's attention",
+            f"has dropout {dropout_p:g}, which a ring does not support",
             "set it to 0, or use --context.exchange heads",
-        )  # fmt: skip
+        )
 
 
 class _AllToAll(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Mixture of experts: a feed-forward layer of which each token uses a few of many parts.
+"""Mixture of experts: a feed-forward layer with many experts, of which each token uses a few.
 
 Source: Shazeer et al. 2017, arXiv:1701.06538; softmax over all experts, and weights of the chosen ones that sum to 1,
 as in Jiang et al. 2024, Mixtral, arXiv:2401.04088. Without a capacity no token is dropped (Gale et al. 2022,
@@ -71,8 +71,8 @@ class DivisibleExperts(nn.Module):
         return torch.cat([self.expert(number, its, *weights) for number, its in enumerate(tokens.split(counts))])
 
     def _own(self, weights: torch.Tensor) -> torch.Tensor:
-        """This worker's experts. Their gradients have the tokens of all workers of the group already, and are averaged
-        over fewer workers than those of other layers."""
+        """This worker's experts. Their gradients already cover the tokens of all workers of the group, so they are
+        averaged over fewer workers than those of other layers."""
         own = weights.to_local() if isinstance(weights, DTensor) else weights
         if self.group is not None and own.requires_grad:
             size = dist.get_world_size(self.group)

@@ -110,8 +110,9 @@ class _Neighbours:
 
 
 def _block(ring: _Neighbours, step: int, tokens: int, is_causal: bool) -> Block:
-    """What is computed in a step. Causally, each worker has an early and a late piece of a sequence: with the keys of
-    an earlier worker all queries need its early piece, with those of a later one the late queries need all."""
+    """Queries and keys of one step. With causal attention, each worker has an early and a late piece of a sequence:
+    with the keys of an earlier worker all queries need its early piece, with those of a later one the late queries need
+    all."""
     source, half = (ring.rank - step) % ring.size, tokens // 2
     if not is_causal or source == ring.rank:
         return ALL, ALL, is_causal

@@ -87,7 +87,7 @@ def _with_its_password(saved: str) -> str:
     given = uri_of_environment()
     if given is None or without_password(given) != saved:
         hint = "set MLFLOW_TRACKING_URI to the address with its password"
-        raise TrackingError("tracking.uri", saved, "the saved one lacks its password", hint)
+        raise TrackingError("tracking.uri", saved, "the saved value lacks its password", hint)
     return given
 
 

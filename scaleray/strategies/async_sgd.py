@@ -27,13 +27,13 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     """Add 1/n of every worker's update on all n workers, on the others at most `gossip.max_staleness` steps late.
     Collective.
 
-    A worker in step t has seen its own updates, all updates of all workers up to step t - 1 - max_staleness, and newer
-    ones that have arrived: stale synchronous parallel, Ho et al. 2013 (NeurIPS 26). There is no server: the sums of a
-    step's updates are all-reduced during the training, in a separate group, and added once they are complete. So no
-    worker sees a step's updates before the slowest has made its own, and a constantly slower worker eventually limits
-    the others, as in every scheme with a bound. With max_staleness 0, plain SGD and equal counts on all ranks it equals
-    DDP. With `deterministic`, updates are applied exactly this many steps late, which makes runs repeatable. Each
-    worker has its own optimizer state. A synchronisation waits for all updates and makes replicas equal."""
+    In step t a worker has applied its own updates, all updates of all workers up to step t - 1 - max_staleness, and
+    newer ones that have arrived: stale synchronous parallel, Ho et al. 2013 (NeurIPS 26). There is no server: the sums
+    of a step's updates are all-reduced during the training, in a separate group, and added once they are complete. So
+    no worker gets a step's updates before the slowest one has made its own, and a constantly slower worker eventually
+    limits the others, as in every scheme with a bound. With max_staleness 0, plain SGD and equal counts on all ranks it
+    equals DDP. With `deterministic`, updates are applied exactly this many steps late, which makes runs repeatable.
+    Each worker has its own optimizer state. A synchronisation waits for all updates and makes replicas equal."""
     if mesh is None:
         raise ValueError("async_sgd needs a device mesh with the axis 'dp'")
     replicas = Replicas(model, mesh.get_group("dp"), bucket_mib=config.strategy.bucket_size_mib)

@@ -52,7 +52,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
     @torch.no_grad()
     def outer_step(fragment: int, means: list[torch.Tensor], own: list[torch.Tensor]) -> None:
-        """Move the anchor of a fragment, and set its values. own: these before they were averaged."""
+        """Move the anchor of a fragment, and set its values. own: the values before averaging."""
         if not (start := [anchor[i] for i in members[fragment]]):
             return
         moved = [momentum[i] for i in members[fragment]]
@@ -67,7 +67,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         torch._foreach_copy_(parts(fragment), start)
 
     def after_local(since: int) -> None:
-        """Begin with the fragment whose turn it is, and take the outer step of the one that is due."""
+        """Start averaging the next fragment, and take the outer step of the one that is due."""
         if since % settings.fragment_every == 0:
             fragment = (since // settings.fragment_every - 1) % settings.fragments
             own = [trained[i] for i in members[fragment]]

@@ -38,8 +38,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Sharded:
-    """Model whose parameters are shards. sent: counts its collectives; window: shows own gradients; arrivals: times of
-    this rank's arrivals at them."""
+    """Model whose parameters are shards. sent: counts its collectives; window: passes own gradients to a watcher;
+    arrivals: times of this rank's arrivals at them."""
 
     model: nn.Module
     root: Root
@@ -157,7 +157,8 @@ class DividedExperts:
     degree: int
 
     def shard(self, **options: Any) -> None:
-        """Make a unit of each, sharded along the width where its workers divide that. Comes before units around it."""
+        """Make a unit of each, sharded along the width if its workers divide that. Call it before units around them are
+        made."""
         for module in self.modules:
             dim = 1 if all(p.shape[1] % self.mesh.size(-1) == 0 for p in module.parameters()) else 0
             fully_shard(module, mesh=self.mesh, shard_placement_fn=partial(_along, Shard(dim)), **options)
@@ -306,9 +307,9 @@ def check_one_dtype(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.dty
     dtypes = {p.dtype: name for name, p in parameters if p.requires_grad}
     if len(dtypes) > 1:
         (first, one), (second, other), *_ = dtypes.items()
-        raise WorkloadError(
+        raise WorkloadError.problem(
             "the model",
-            f"of several types ({one} in {first}, {other} in {second})",
+            f"has parameters of several types ({one} in {first}, {other} in {second}): "
             "fsdp reduces the gradients of a unit together",
             "convert them to one type, or use --strategy.name zero1",
         )

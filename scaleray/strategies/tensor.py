@@ -43,7 +43,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """Split `model` over `mesh["tp"]` as `workload.tensor_plan` says; fully_shard that over the data axes.
+    """Split `model` over `mesh["tp"]` by `workload.tensor_plan`; fully_shard that over the data axes.
 
     Collective. A module that the plan leaves out computes the same on every worker of a group. Raises WorkloadError
     without a plan, or for one that does not fit. Sources: Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism:
@@ -113,7 +113,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
 
 class SplitLayers:
-    """Layers of a model split over `mesh`, in place: every parameter is a DTensor, as its style says or whole on each
+    """Layers of a model split over `mesh`, in place: every parameter is a DTensor, split by its style, or whole on each
     worker. Frozen and tied parameters stay so. Collective. Raises WorkloadError without a plan, or for one that does
     not fit."""
 
@@ -217,8 +217,8 @@ def _replicate_the_rest(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel
 
 
 def _refuse_uneven_cuts(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
-    """Refuse inputs whose tokens the workers of a group do not divide, where a layer cuts its output along them: the
-    layers after it take all parts as equal, and a collective of unequal parts ends the process."""
+    """Refuse inputs with a number of tokens that the workers do not divide, if a layer cuts its output along them: a
+    collective of unequal parts would end the process."""
     for name, module in model.named_modules():
         for key, style in plan.items():
             if isinstance(style, PrepareModuleOutput):  # its output has the layout before its style
@@ -229,9 +229,9 @@ def _refuse_uneven_cuts(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, P
 
                 def check(module: nn.Module, inputs: Any, *, name: str = name, dim: int = ours.dim) -> None:
                     if inputs and inputs[0].ndim > dim and (found := inputs[0].shape[dim]) % mesh.size():
-                        raise WorkloadError(
+                        raise WorkloadError.problem(
                             f"the input of {name}",
-                            f"of {found} along dimension {dim}",
+                            f"has {found} entries along dimension {dim}: "
                             f"sequence parallelism cuts it into {mesh.size()} equal parts",
                             f"pad it to a multiple of {mesh.size()}, or use --tensor.sequence-parallel false",
                         )

@@ -47,7 +47,7 @@ def make_rungs(
                 raise DataError(
                     "--world-sizes",
                     workers,
-                    f"with --mode weak {exc.allowed} there, and {exc.what} is {exc.found}",
+                    f"with --mode weak {exc.what} {exc.allowed}",
                     "leave the size out, or begin with a smaller batch.global_size",
                 ) from exc
             job = TrainJob(spread, recipe, workload, splits, steady_time())

@@ -29,7 +29,7 @@ SCALING = ("on_epoch_start", "on_step", "on_evaluation_start", "on_evaluation", 
 
 
 class RunContext(Logger):
-    """State that a callback gets: the progress of the training, its model, and the requests that it may make. step:
+    """Context passed to a callback: the progress of the training, its model, and the requests that it may make. step:
     number of optimizer steps taken. epoch: passes over the training data, with fraction. metrics: by name, as in
     MLflow: of the step in `on_step`, of the last evaluation elsewhere. rank, world_size: of this worker.
     """

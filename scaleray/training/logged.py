@@ -65,7 +65,7 @@ class Logger:
             columns = {str(column): _listed(values) for column, values in rows.items()}
             if len({len(values) for values in columns.values()}) > 1:
                 found = ", ".join(f"{column} {len(values)}" for column, values in columns.items())
-                raise WorkloadError(f"the table {name}", f"columns of unequal length ({found})", "they must be equal")
+                raise WorkloadError.problem(f"the table {name}", f"has columns of unequal length ({found})")
             header, lines = list(columns), [list(line) for line in zip(*columns.values(), strict=True)]
         else:
             header = list(dict.fromkeys(str(column) for row in rows for column in row))

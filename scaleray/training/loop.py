@@ -223,7 +223,7 @@ class _Run:
         return summary
 
     def _steps(self, setup: Setup, step: OptimizerStep, stream: StepStream) -> str | None:
-        """Train to the end and return the verdict; None if the run was requested to leave."""
+        """Train to the end and return the verdict; None if the run was asked to stop early."""
         state, saves = self.state, self.checkpointing
         if self.probe is not None:
             self.probe.on_setup(setup)
@@ -266,7 +266,7 @@ class _Run:
         return "done"
 
     def _is_between_epochs(self) -> bool:
-        """Whether the last step has ended an epoch, for callbacks that follow them."""
+        """Whether the last step completed an epoch, for callbacks."""
         return self.callbacks.follows_epochs and self.plan.place(self.state.step)[1] == 0
 
     def _take(self, step: OptimizerStep, batch: RankBatch, setup: Setup, stream: StepStream) -> None:

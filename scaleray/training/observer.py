@@ -1,4 +1,4 @@
-"""The only way in which a training is observed.
+"""Interface for observing a training; there is no other.
 
 An observer reads and reports; without it the weights are the same to the bit. All decisions about the training (its
 target, its checkpoints, the shares of its workers) are in the loop itself."""
@@ -40,7 +40,7 @@ class Observer:
 
 
 class Observers(Observer):
-    """Several observers as one, each called in turn."""
+    """Several observers as one, called in order."""
 
     def __init__(self, *observers: Observer) -> None:
         self.observers = observers

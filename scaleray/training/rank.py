@@ -1,4 +1,4 @@
-"""One rank of a run, in any kind of process: its checkpoints, its watching thread, and the loop."""
+"""One rank of a run, in any kind of process: its checkpoints, its watchdog thread, and the loop."""
 
 from __future__ import annotations
 

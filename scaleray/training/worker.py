@@ -185,10 +185,10 @@ class Sender:
             ) from None
 
     def _is_free(self) -> bool:
-        """Whether nothing is under way.
+        """Whether nothing is in flight.
 
-        Messages that did not arrive wait again; if only the answer was lost, they are sent twice, which the recorder
-        notices."""
+        Messages that did not arrive are queued again; if only the answer was lost, they are sent twice, which the
+        recorder detects."""
         import ray
 
         if self._last is None:

@@ -1,4 +1,4 @@
-"""Bounds of verify: the largest differences that rounding explains, by what is compared and in which precision."""
+"""Bounds of verify: the largest differences that rounding explains, by compared quantity and precision."""
 
 from __future__ import annotations
 

@@ -107,7 +107,10 @@ class _Group:
             except WorkloadError as exc:
                 if not exc.what.startswith(UNSAVED):
                     raise
-                self.runs.resumes, self.unsaved = False, f"without a resume: {exc.what} cannot be saved ({exc.found})"
+                self.runs.resumes, self.unsaved = (
+                    False,
+                    f"without a resume: {exc.what} {exc.allowed.rpartition(':')[0]}",
+                )
                 self.quiet, self.has_statistics = on_first(self.place, self._choose_quiet)
             self.outcomes: list[Outcome] = []
             if self.place.rank == 0:
@@ -258,7 +261,7 @@ class _Group:
         return masks_broken(trace, variant.job.degrees, generators_of_others_after=after)
 
     def _evaluated_wrongly(self, variant: Variant, key: Key, watched: Watched) -> Found | None:
-        """First evaluation that differs from that of the replicas' mean. On rank 0."""
+        """First evaluation that differs from one of the replicas' mean. On rank 0."""
         trace, promise, config = watched.trace, promised(variant), variant.job.config
         if not variant.job.evaluation_splits():
             return None

@@ -40,8 +40,8 @@ CPUS_PER_WORKER = 0.25
 class Plan:
     """The variants of a verification.
 
-    groups: variants by number of workers, of which the first holds the reference. refused: variants that do not run,
-    with the reason.
+    groups: variants by number of workers; the first group holds the reference. refused: variants that do not run, with
+    the reason.
     """
 
     reference: Variant

@@ -93,7 +93,7 @@ def _interruptions(plan: Plan, draw: random.Random, path: str) -> list[Interrupt
 
 
 def line(outcome: ResumeOutcome) -> str:
-    """One outcome in words."""
+    """One outcome as text."""
     what = f"{outcome.label}: interrupted after step {outcome.interrupt_at} of {outcome.steps}, resumed"
     if outcome.not_run:
         return f"{outcome.label}: not run: {' '.join(outcome.not_run.split())}"
@@ -105,7 +105,7 @@ def line(outcome: ResumeOutcome) -> str:
 
 
 def verdict(outcomes: list[ResumeOutcome]) -> tuple[bool, str]:
-    """Whether something was interrupted and every resumed run is the same, and the same in words."""
+    """Whether something was interrupted and every resumed run is equal, and the verdict as text."""
     ran = [outcome for outcome in outcomes if not outcome.not_run]
     if bad := [outcome for outcome in ran if not outcome.is_equal]:
         guilty = ", ".join(sorted({name for outcome in bad for name in outcome.guilty}))

@@ -175,13 +175,13 @@ def test_an_import_of_a_folder_says_that_it_needs_none(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["list", "{tmp}/nowhere"], ["nowhere", "there is nothing"]),
+        (["list", "{tmp}/nowhere"], ["nowhere", "does not exist"]),
         (["list", "{tmp}"], ["no complete checkpoint"]),
         (["list", "{tmp}/file"], ["no complete checkpoint|cannot be read"]),
-        (["list", "s3:/"], ["there is nothing"]),
+        (["list", "s3:/"], ["does not exist"]),
         (["list", "nowhere://x"], ["cannot be read"]),
         (["verify", "{run}", "--step", "11"], ["step 11 is missing", "complete checkpoints: 40, 30, 20, 10"]),
-        (["verify", "{run}/checkpoints/step-000000011"], ["no such checkpoint exists|there is nothing"]),
+        (["verify", "{run}/checkpoints/step-000000011"], ["no such checkpoint exists|does not exist"]),
         (["import", "{tmp}/nothing.pt", "{tmp}/new"], ["does not exist"]),
         (["import", "{tmp}/file", "{tmp}/new"], ["must end in"]),
         (["prune", "{run}", "--keep-last", "0"], ["--keep-last is 0", "at least 1"]),

@@ -63,7 +63,7 @@ def test_json_has_the_verdict_and_the_profile_and_nothing_else_is_on_stdout(tmp_
 
 def test_a_run_that_has_too_few_steps_or_no_profile_is_refused(tmp_path, capsys):
     short = saved(tmp_path / "short", measured(0, num_steps=8))
-    assert "4 steps: they are too few" in refused(capsys, short)
+    assert "covers only 4 steps: too few" in refused(capsys, short)
     old = saved(tmp_path / "old")
     said = refused(capsys, old)
     assert "missing" in said and f"scaleray profile -c {old}/config.yaml" in said

@@ -85,7 +85,7 @@ def test_what_cannot_be_read_is_refused_with_one_message(folder, tmp_path, capsy
     whole = (folder / "rank0.json.gz").read_bytes()
     (broken / "rank0.json.gz").write_bytes(whole[: len(whole) // 2])
     assert "is cut off after event" in said_of(capsys, broken, code=2)
-    assert "not readable: a trace is a file" in said_of(capsys, tmp_path / "nothing.json", code=2)
+    assert "cannot be read as a trace" in said_of(capsys, tmp_path / "nothing.json", code=2)
     MadeTrace().kernel("gemm", 0, 5, launched=0).write(broken / "rank0.json.gz")
     assert "a trace without step marks" in said_of(capsys, broken, code=2)
     gpu_step(0).write(broken / "rank0.json.gz")
@@ -102,7 +102,7 @@ def test_ranks_that_are_not_there_and_options_without_a_trace_are_refused(tmp_pa
     assert "it must list numbers of ranks, slowest and one-a-node" in said_of(
         capsys, *train, "--trace", "--ranks", "all", code=2
     )
-    assert "add --trace, or --memory" in said_of(capsys, *train, "--ranks", "0", code=2)
+    assert "--ranks needs --trace or --memory" in said_of(capsys, *train, "--ranks", "0", code=2)
     assert "a training with -c FILE, or only a RUN" in said_of(capsys, tmp_path, "--trace", code=2)
 
 

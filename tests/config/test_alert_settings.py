@@ -29,7 +29,7 @@ def with_alerts(**values):
         ({"action": {"criticl": "stop"}}, ["alerts.action", "did you mean critical?"]),
         ({"action": {"critical": "halt"}}, ["alerts.action", "'stop', 'checkpoint' or 'none'"]),
         ({"webhook": "hooks.example.com/x"}, ["alerts.webhook", "does not begin with http:// or https://"]),
-        ({"webhook": "https:///x"}, ["alerts.webhook", "it has no host"]),
+        ({"webhook": "https:///x"}, ["alerts.webhook", "has no host"]),
         ({"webhook": "https://h/x", "webhook_env": "HOOK"}, ["alerts.webhook_env cannot be combined"]),
         ({"grafana": "grafana:3000"}, ["alerts.grafana", "does not begin with http:// or https://"]),
         (

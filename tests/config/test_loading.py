@@ -1,6 +1,7 @@
 """Where config values come from, which one wins, and what a wrong one is told."""
 
 import pickle
+import re
 
 import pytest
 import yaml
@@ -254,7 +255,7 @@ def test_a_missing_file_names_the_yaml_files_beside_it(tmp_path):
 def test_a_wrong_value_of_any_key_names_the_key_and_where_it_stands(load, key):
     message = str(refused(load_config, flags={**REQUIRED, key: object()}, environ={}))
     assert message.startswith(f"override {key} is ")
-    assert "is not allowed" in message
+    assert re.search(": (it must be|a number and one of .* are needed|a metric, .* are needed)", message)
 
 
 @pytest.mark.parametrize("key", [key for key in REQUIRED if key != "optimizer.learning_rate"])

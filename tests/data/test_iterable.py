@@ -123,7 +123,7 @@ def test_an_iterator_and_a_stream_that_ends_early_are_refused():
     stream = Stream()
     source = as_source(stream, split="train")
     stream.rows = rows(20)
-    with pytest.raises(DataError, match="with 20 rows in epoch 1: it had 26 at the start"):
+    with pytest.raises(DataError, match="with 20 rows in epoch 1: there were 26 at the start"):
         bits(source, shuffle=False)
 
 
@@ -255,7 +255,10 @@ def test_what_dealing_promises_and_refuses_is_said_by_name():
 
 
 def test_parts_of_unequal_size_end_in_one_clear_error():
-    with pytest.raises(DataError, match=r"InHalves.shard for worker 0 of 2 with 9 rows in epoch 1: of 28 rows each"):
+    with pytest.raises(
+        DataError,
+        match=r"InHalves.shard for worker 0 of 2 with 9 rows in epoch 1: each of the 2 workers trains on 14 of 28 rows",
+    ):
         dealt(as_source(InHalves(28), split="train"))
 
 
@@ -284,7 +287,7 @@ def test_rows_are_transformed_and_may_be_tuples_of_unequal_length():
 
     source = load_sources(Summed(Pairs()))["train"]
     assert source.gives_tuples and source.read(np.array([2, 0]))["0"].tolist() == [3, 0]
-    with pytest.raises(DataError, match="column 0 of the train data is ragged"):
+    with pytest.raises(DataError, match="column 0 of the train data has rows of unequal length"):
         load_sources(Streamed(Pairs()))
     assert DEFAULTS["batch.global_size"] < 12
 
@@ -337,7 +340,7 @@ def test_a_stream_that_ends_although_it_was_not_counted_is_refused(short_counts)
 
     source = as_source(Slow(), split="train", in_steps=True)
     plan = StepPlan(source.num_rows, 13, shuffle=False)
-    with pytest.raises(DataError, match=r"with 26 rows in epoch 1: it was taken to be endless"):
+    with pytest.raises(DataError, match=r"with 26 rows in epoch 1: it was assumed to be endless"):
         source.opened().read_on(plan.positions(2), plan)
 
 
@@ -405,7 +408,7 @@ def test_splits_that_iterate_one_handle_are_refused_by_name(owner, other, tmp_pa
     Numbers.FILE = None
     opened.cache_clear()
     given = {"train": Numbers(tmp_path / "numbers", 0, owner), "val": other(tmp_path / "numbers", 20, owner)}
-    with pytest.raises(DataError, match="the train data has other rows where val is read meanwhile: they share a"):
+    with pytest.raises(DataError, match="the train data has other rows if val is read meanwhile: they share a"):
         load_sources(Gives(given))
 
 
@@ -413,7 +416,7 @@ def test_splits_that_read_blocks_of_one_handle_are_refused_by_name(tmp_path):
     (tmp_path / "numbers").write_text("".join(f"{n:03}\n" for n in range(300)))
     Numbers.FILE = None
     given = {"train": Blocks(tmp_path / "numbers", 0, "class"), "val": Blocks(tmp_path / "numbers", 150, "class")}
-    with pytest.raises(DataError, match="the train data has other rows where val is read meanwhile: they share a"):
+    with pytest.raises(DataError, match="the train data has other rows if val is read meanwhile: they share a"):
         load_sources(Gives(given))
 
 

@@ -283,9 +283,9 @@ def test_a_file_that_vanishes_is_named(tmp_path):
     ("make", "words"),
     [
         (lambda ids: pa.array([f"row {i}" for i in ids]), "columns hold numbers"),
-        (lambda ids: pa.array([int(i) if i % 5 else None for i in ids]), "nulls"),
-        (lambda ids: pa.array([[1, 2] if i % 5 else None for i in ids]), "nulls"),
-        (lambda ids: pa.array([[1, None] for i in ids]), "nulls"),
+        (lambda ids: pa.array([int(i) if i % 5 else None for i in ids]), "1 null"),
+        (lambda ids: pa.array([[1, 2] if i % 5 else None for i in ids]), "1 null"),
+        (lambda ids: pa.array([[1, None] for i in ids]), "2 nulls"),
         (lambda ids: pa.array([[[1], [2, 3]] for i in ids]), "only in the length of their outer list"),
         (lambda ids: pa.array([{"a": int(i)} for i in ids]), "columns hold numbers"),
     ],
@@ -305,7 +305,7 @@ def test_nulls_are_refused_from_the_footers_with_file_column_and_row_group(tmp_p
     source = ParquetSource(folder, columns=["id"])
     with pytest.raises(DataError) as caught:
         as_source(source, split="train")
-    assert re.search(r"column id of .*zz\.parquet, row group 1, is '?1 null'?", str(caught.value)), caught.value
+    assert re.search(r"column id of .*zz\.parquet, row group 1, has 1 null: ", str(caught.value)), caught.value
     assert as_source(source, split="train", allows_text=True).num_rows > 6  # a preprocessor fills them
 
 
@@ -321,7 +321,7 @@ def test_nulls_that_no_footer_counts_are_refused_where_they_are_read(tmp_path, m
     for path in folder.glob("*.parquet"):
         pq.write_table(pq.read_table(path), path, write_statistics=False)
     source = as_source(ParquetSource(folder), split="train")
-    with pytest.raises(DataError, match=r"column odd of .*\.parquet, row group 0, is '?\d+ null"):
+    with pytest.raises(DataError, match=r"column odd of .*\.parquet, row group 0, has 1 null: "):
         source.read(np.arange(12))
 
 
@@ -403,7 +403,7 @@ def test_a_dataset_of_tuples_gives_numbered_columns_and_of_dicts_named_ones():
 def test_rows_of_several_lengths_are_refused_with_the_way_out_where_nothing_collates_them():
     items = Items({"x": np.ones(2)}, {"x": np.ones(3)})
     workload = type("Given", (), {"datasets": lambda self: {"train": items}})()
-    with pytest.raises(DataError, match=r"rows of 2 to 3 values[^$]*collate = scaleray.data.Padding"):
+    with pytest.raises(DataError, match=r"rows of unequal length .2 to 3 values.[^$]*collate = scaleray.data.Padding"):
         load_sources(workload)
 
 

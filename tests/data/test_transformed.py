@@ -162,7 +162,7 @@ def with_transform(function):
         (
             lambda self, rows, rng: {"x": [np.ones(i) for i in range(1, len(rng) + 1)]},
             DataError,
-            "column x of the train data is ragged: rows of 1 to 8 values.*\n.*scaleray.data.Padding",
+            "column x of the train data has rows of unequal length .1 to 8 values.*\n.*scaleray.data.Padding",
         ),
     ],
 )

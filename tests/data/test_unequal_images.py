@@ -78,7 +78,9 @@ def test_a_collate_of_the_users_own_gets_each_image_in_its_size():
 
 def test_images_that_nothing_makes_equal_are_refused_with_the_way_out():
     plain = type("Plain", (Resizing,), {"transform": None})
-    with pytest.raises(DataError, match=r"ragged: rows of 2 x 2 x 3 to 5 x 3 x 3 values[^$]*np.stack\(\[resize"):
+    with pytest.raises(
+        DataError, match=r"has rows of unequal size .2 x 2 x 3 to 5 x 3 x 3 values.[^$]*np.stack\(\[resize"
+    ):
         load_sources(plain())
     padded = type("Padded", (plain,), {"collate": Padding()})
     with pytest.raises(DataError, match="only along their first dimension"):

@@ -139,4 +139,4 @@ def test_a_slip_in_the_policy_is_one_error_with_file_and_line(policy, text, mess
 
 
 def test_a_policy_that_is_not_there_is_said(tmp_path):
-    assert "there is no such file" in refused(check_policy, config_of(tmp_path / "none.yaml"))
+    assert "does not exist" in refused(check_policy, config_of(tmp_path / "none.yaml"))

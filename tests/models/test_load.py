@@ -126,7 +126,7 @@ def test_a_workload_that_is_gone_is_one_message_with_the_way_out(run, tmp_path, 
     copy, about = copy_of(run, tmp_path)
     about["config"]["workload"]["name"] = "gone.py:Points"
     (copy / "run.json").write_text(json.dumps(about))
-    with pytest.raises(WorkloadError, match=r"(?s)the workload of points is 'gone.py:Points'.*--workload"):
+    with pytest.raises(WorkloadError, match=r"(?s)the workload gone.py:Points of points cannot be found.*--workload"):
         scaleray.load(copy)
     assert_same(scaleray.load(copy, workload=classes.Points).module, final_weights(run))
     assert_same(scaleray.load(copy, workload=classes.Points()).module, final_weights(run))
@@ -188,7 +188,7 @@ def test_a_missing_column_that_the_model_needs_is_no_label(preprocessed, tmp_pat
     with pytest.raises(DataError, match=r"column tenths of .*is missing: x of the batch is computed from it"):
         scaleray.predict(preprocessed.run_dir, tmp_path / "a.csv", local=True)
     (tmp_path / "b.csv").write_text("name\na\nb\n")
-    with pytest.raises(DataError, match=r"the columns of .*b.csv is name: training had tenths, corner"):
+    with pytest.raises(DataError, match=r"b.csv has the columns name: training had tenths, corner"):
         scaleray.predict(preprocessed.run_dir, tmp_path / "b.csv", local=True)
 
 

@@ -112,7 +112,7 @@ def test_a_module_that_lies_outside_is_refused(packed, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     with (copy / "code/sharing_lazy.py").open("a") as file:
         file.write("def later():\n    import sharing_outsider\n")
-    with pytest.raises(WorkloadError, match=r"sharing_outsider in sharing_lazy\.py is .*sharing_outsider\.py"):
+    with pytest.raises(WorkloadError, match=r"sharing_outsider in sharing_lazy\.py leads to .*sharing_outsider\.py"):
         scaleray.load(copy)
 
 
@@ -204,7 +204,7 @@ def test_a_package_outside_without_an_init_file_is_refused(tmp_path, monkeypatch
     (tmp_path / inside / "sharing_space").mkdir(parents=True)
     (tmp_path / inside / "sharing_space/mod.py").write_text("VALUE = 8\n")
     monkeypatch.syspath_prepend(str(tmp_path / inside))
-    with pytest.raises(WorkloadError, match=r"sharing_space in main\.py is of .*sharing_space"):
+    with pytest.raises(WorkloadError, match=r"sharing_space in main\.py leads to .*sharing_space"):
         packed_module(tmp_path / "code", "main.py")
 
 

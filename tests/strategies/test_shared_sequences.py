@@ -126,7 +126,7 @@ REFUSED = {
     "length": (OddRows(), CONTEXT, "11 tokens: parallel.context 2 cuts it into 2 equal pieces.*such as 12"),
     "length in a ring": (OddRows(), RING, "cuts it into 4 equal pieces"),
     "mask": (Masked(), CONTEXT, "has a mask, but each worker has the part of its own tokens"),
-    "dropout in a ring": (Dropping(), RING, "attention is with dropout 0.5: a ring has no dropout of attention"),
+    "dropout in a ring": (Dropping(), RING, "attention has dropout 0.5, which a ring does not support"),
     "no attention": (WithoutAttention(), CONTEXT, "called no scaled_dot_product_attention"),
 }
 

@@ -164,7 +164,9 @@ class SevenTokens(SmallTransformer):
 
 
 def test_tokens_that_the_workers_do_not_divide_are_refused_before_a_collective_ends_the_process(gloo):
-    with pytest.raises(WorkloadError, match="embedding is of 7 along dimension 1: sequence parallelism cuts it into 2"):
+    with pytest.raises(
+        WorkloadError, match="embedding has 7 entries along dimension 1: sequence parallelism cuts it into 2"
+    ):
         gloo.run(2, train, SevenTokens(), TENSOR)
     whole = {**TENSOR, "tensor.sequence_parallel": False}
     assert_same_training(gloo.run(2, train, SevenTokens(), whole)[0], train_in_plain_torch(SevenTokens()))

@@ -208,7 +208,7 @@ class Cluster:
             raise ConfigError(
                 "cluster: algorithms",
                 ", ".join(self.algorithms),
-                "they must be ring, tree or both, and optionally hierarchical",
+                "it must hold ring, tree or both, and optionally hierarchical",
             )
         if self.num_nodes > 1 and self.network is None:
             raise ConfigError(

@@ -89,8 +89,8 @@ def _of_nccl_tests(lines: Sequence[str], path: Path) -> MeasuredTable:
         if figures[2] == "none" or (
             len(ranks) > 1 and algorithm > 1 and abs(bus / algorithm - 2 * (len(ranks) - 1) / len(ranks)) > 0.05
         ):
-            raise ConfigError(
-                f"collectives file {path}", line.strip(), "the operation is another one; run all_reduce_perf"
+            raise ConfigError.problem(
+                f"collectives file {path}", f"has the line {line.strip()} of another operation: run all_reduce_perf"
             )
         times[nbytes] = time_us * 1e-6
     if not times or len(ranks) < 2:
@@ -100,13 +100,14 @@ def _of_nccl_tests(lines: Sequence[str], path: Path) -> MeasuredTable:
 
 def _table(times: dict[float, float], num_ranks: int, num_nodes: int, path: Path) -> MeasuredTable:
     if num_ranks < 2 or not 1 <= num_nodes <= num_ranks:
-        raise ConfigError(
+        raise ConfigError.problem(
             f"collectives file {path}",
-            f"{num_ranks} ranks on {num_nodes} nodes",
-            "there must be at least two ranks, and at most as many nodes as ranks",
+            f"has {num_ranks} ranks on {num_nodes} nodes: it needs at least two ranks, and no more nodes than ranks",
         )
     wrong = [nbytes for nbytes, seconds in times.items() if not (0 < nbytes < math.inf and 0 < seconds < math.inf)]
     if wrong:
-        raise ConfigError(f"collectives file {path}", wrong[0], "bytes and seconds must be positive")
+        raise ConfigError.problem(
+            f"collectives file {path}", f"has a measurement of {wrong[0]} bytes: bytes and seconds must be positive"
+        )
     sizes = sorted(times)
     return MeasuredTable(tuple(sizes), tuple(times[size] for size in sizes), num_ranks, num_nodes)

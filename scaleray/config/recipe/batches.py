@@ -139,10 +139,9 @@ def _micro_size_in_samples(config: RunConfig, data: DataSize, why: dict[str, str
 def check_data_fills(config: RunConfig, data: DataSize, global_batch_size: int, workers: int) -> None:
     """Raise DataError if the data is smaller than a global batch."""
     if data.num_samples < global_batch_size and data.packed_steps(config) is None:
-        raise DataError(
+        raise DataError.problem(
             "the training data",
-            f"{data.num_samples} samples",
-            f"one global batch needs {global_batch_size}",
+            f"has {data.num_samples} samples: one global batch needs {global_batch_size}",
             f"use --batch.global-size {data.largest_batch(config)} or less, or more data"
             if data.num_samples >= workers
             else f"{workers} workers need at least one sample each: use fewer workers, or more data",

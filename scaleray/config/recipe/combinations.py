@@ -157,7 +157,7 @@ def check_training_apart(config: RunConfig) -> None:
         raise ConfigError(
             "parallel.replicate",
             1,
-            f"under {name} replicas are averaged, and all workers hold a single one",
+            f"{name} averages replicas, and all workers hold a single one",
             "use --strategy.name fsdp, or more replicas",
         )
     if config.local_sgd.node_sync_every is not None:

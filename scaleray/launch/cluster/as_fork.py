@@ -1,8 +1,8 @@
 """Script that a raylet runs in place of Ray's own set-up of a worker; it requests one from the template, see
 `worker_template.py`.
 
-It has no slow imports, and lives as long as its worker, as Ray knows both. If the template cannot make the worker
-(another interpreter, another language, an activated environment), Ray's own scripts do."""
+It imports nothing slow. It lives as long as its worker, since Ray watches this process. If the template cannot make the
+worker (another interpreter, another language, an activated environment), Ray's own scripts do."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def main() -> None:
 def environment_and_folder(context: dict) -> tuple[dict[str, str], str] | None:
     """Environment variables and folder of a worker. context: its runtime environment, as Ray's agent serializes it.
 
-    None where Ray itself has to set it up.
+    None if Ray itself must set it up.
     """
     variables = context.get("env_vars") or {}
     folder = os.getcwd()

@@ -222,7 +222,7 @@ def joined(address: str, *, name: str = "--address") -> Iterator[list[Node]]:
 
 
 def set_auth_mode(address: str | None = None) -> None:
-    """Decide token authentication explicitly: clients of Ray 2.60 do not follow the cluster's mode by themselves.
+    """Decide token authentication explicitly: clients of Ray 2.60 do not adopt the cluster's mode.
 
     address: the cluster's, `local` for one that is started here; None: that of RAY_ADDRESS, or a local one. A decision
     for one address does not apply to the next; a mode set by the user stays. Raises ClusterError for a cluster that is
@@ -288,10 +288,9 @@ def _connect(address: str, *, name: str = "RAY_ADDRESS") -> None:
 
 
 def _own_ray_failed(exc: BaseException) -> ClusterError:
-    return ClusterError(
+    return ClusterError.problem(
         "Ray on this machine",
-        "not up",
-        f"it did not start: {first_line(exc).rstrip('.')}",
+        f"did not start: {first_line(exc).rstrip('.')}",
         f"its logs: {ray_logs()}\n  a second try often helps on a loaded machine; --local trains without Ray",
     )
 

@@ -91,7 +91,7 @@ def start_worker(
 ) -> NodeProcess:
     """Start one more node of the cluster at this address of this machine, as `start_head` does the first.
 
-    temp_dir: not shared: nodes that start at once in one folder were seen to take each other's names."""
+    temp_dir: not shared: nodes that start at the same time in one folder may take each other's names."""
     words = [f"--address={address}", f"--node-name={name}", f"--temp-dir={temp_dir}"]
     return _start(folder, words, num_cpus, OBJECT_STORE_BYTES, environment, outlives)
 

@@ -79,7 +79,10 @@ def profile(
     steps, trace = STEPS if options.steps is None else options.steps, options.request
     if steps < LEAST_STEPS:
         raise ConfigError(
-            "--steps", steps, f"it must be at least {LEAST_STEPS}: the first {FIRST_STEPS} are left out", "50 is usual"
+            "--steps",
+            steps,
+            f"it must be at least {LEAST_STEPS}, as the first {FIRST_STEPS} do not count",
+            "50 is usual",
         )
     if trace is not None:
         trace.check_ranks(config.scale.max_workers)
@@ -140,10 +143,9 @@ def _profiled(record: RunRecord) -> Profiled:
     traced = traced_of(record.run_dir) if record.run_dir else None
     verdict = verdict_of_run(record)
     if verdict.limit is Limit.INCOMPLETE and verdict.steps < LEAST_STEPS // 2:
-        raise UsageError(
+        raise UsageError.problem(
             f"the profile of {record.name}",
-            f"{verdict.steps} steps",
-            "they are too few to show where the time goes",
+            f"covers only {verdict.steps} steps: too few to show where the time goes",
             f"train more of them: {again} --steps 50",
         )
     return Profiled(record, verdict, traced)

@@ -134,7 +134,7 @@ def opened(file: str) -> Iterator[BinaryIO]:
     try:
         source = _source(file)
     except (OSError, ValueError) as exc:
-        raise TraceError(file, "not readable", f"a trace is a file: {exc}", "give a file or a folder") from exc
+        raise TraceError.problem(file, f"cannot be read as a trace: {exc}", "give a file or a folder") from exc
     with source:
         buffered = io.BufferedReader(source, 1 << 20)
         if buffered.peek(2)[:2] == b"\x1f\x8b":

@@ -1,4 +1,4 @@
-"""Output of a finished training for people: its report, and the view of its experiment in MLflow."""
+"""Report of a finished training, and the saved view of its experiment in MLflow."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def keep_for_readers(record: RunRecord, *, tracking_uri: str) -> str | None:
 
 
 def _judged_first(record: RunRecord) -> list[str]:
-    """Names of the evaluation metrics, beginning with the one that the run is judged by."""
+    """Names of the evaluation metrics, the decisive one first."""
     judged = record.judged
     return sorted(record.metrics, key=lambda name: (judged is None or name != judged.name, name))
 

@@ -54,7 +54,7 @@ def checkpoint_facts(
 
 
 class Stoppable(Protocol):
-    """A recorder, here or as an actor."""
+    """Interface of a recorder in this process or in an actor."""
 
     def stopped_by(self) -> str: ...
 

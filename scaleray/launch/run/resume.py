@@ -70,7 +70,9 @@ class Interrupted:
         except OSError:
             return None
         except NewerRecord as exc:
-            raise CheckpointError("the run", self.path, str(exc), "resume it with the scaleray that wrote it") from exc
+            raise CheckpointError.problem(
+                f"the run {self.path}", f"cannot be read: {exc}", "resume it with the scaleray that wrote it"
+            ) from exc
         except (ValueError, TypeError) as exc:
             say(
                 f"warning: record.json of {without_password(self.path)} is damaged ({first_line(exc)}); "
@@ -191,16 +193,15 @@ def check_changes(before: Interrupted, config: RunConfig, allowed: Sequence[str]
             raise ConfigError(
                 f"checkpoint.{key}",
                 value,
-                "the saved one lacks its password",
+                "the saved value lacks its password",
                 f"give it again: --checkpoint.{key.replace('_', '-')}",
             )
     found = changes(before.config, config)
     refused = [change for change in found if change.alters_training and change.key not in allowed]
     if refused:
-        raise ConfigError(
+        raise ConfigError.problem(
             "the config",
-            "; ".join(map(str, refused)),
-            "this would continue as another training than the one that was interrupted",
+            f"has changes that make it another training than the interrupted one: {'; '.join(map(str, refused))}",
             f"use the old values, start a new run, or allow it: {' '.join(f'--allow-change {c.key}' for c in refused)}",
         )
     unknown = set(allowed) - {change.key for change in found}

@@ -129,7 +129,7 @@ def _where_time_goes(record: RunRecord) -> list[str]:
 
 
 def _result(record: RunRecord, evaluations: Mapping[str, Sequence[tuple[int, float]]]) -> list[Fact]:
-    """The best and the last value of the metric that the run is judged by; without an evaluation the loss."""
+    """The best and the last value of the decisive metric; without an evaluation, those of the loss."""
     judged = record.judged
     if judged is None:
         loss = shown(by_metric(record.rows())[names.RECORD_FINAL_LOSS])

@@ -103,7 +103,7 @@ def train(
     base_dir: Path | None = None,
     started_at: float | None = None,
 ) -> RunRecord:
-    """Train a workload as the config says and return the run's record.
+    """Train a workload with a config and return the run's record.
 
     config: a RunConfig, a YAML file, or a mapping of dotted keys or sections; None, with `resume`, is the config of
     that run. workload: an instance or class, also from a notebook; None loads the config's. progress: show a live

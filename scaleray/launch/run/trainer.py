@@ -304,7 +304,7 @@ def _showing(recorder: RemoteRecorder, show: Show, first_stage: str) -> Iterator
 
 @contextlib.contextmanager
 def _stop_on_sigterm(recorder: RemoteRecorder, grace_s: float) -> Iterator[None]:
-    """Answer SIGTERM: save, and leave, or end like Ctrl-C after `grace_s`.
+    """Handle SIGTERM: save and exit, or end like Ctrl-C after `grace_s`.
 
     `ray job stop` sends SIGTERM and, three seconds later, SIGKILL. On a loaded machine three seconds may not suffice to
     release everything, so the recorder is notified first."""

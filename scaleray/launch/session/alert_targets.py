@@ -19,8 +19,10 @@ def alert_settings(alerts: AlertSettings) -> tuple[AlertSettings, str | None]:
         if not address:
             raise ConfigError("alerts.webhook_env", alerts.webhook_env, "this variable is not set", "export it first")
         if problem := problem_of(address):
-            raise ConfigError(
-                "alerts.webhook_env", alerts.webhook_env, f"of its value: {problem}", "https://host/path is needed"
+            raise ConfigError.problem(
+                "alerts.webhook_env",
+                f"names {alerts.webhook_env}, whose value cannot be used: {problem}",
+                "https://host/path is needed",
             )
     command = alerts.command
     if command:
@@ -29,7 +31,7 @@ def alert_settings(alerts: AlertSettings) -> tuple[AlertSettings, str | None]:
             raise ConfigError(
                 "alerts.command",
                 command[0],
-                "no such program is on this machine",
+                "this machine has no such program",
                 "give its whole path, and its arguments as further items",
             )
         command = (os.path.abspath(program), *command[1:])  # the recorder has another working directory

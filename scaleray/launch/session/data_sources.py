@@ -24,9 +24,8 @@ def check_same_data(was: str | None, now: str | None, *, what: str, advice: str)
 
     what: the interrupted run, study or sweep that read the other data. advice: the next step."""
     if was and now and was != now:
-        raise DataError(
+        raise DataError.problem(
             "the training data",
-            f"SHA-256 {now[:16]}...",
-            f"the interrupted {what} read other data, {was[:16]}...",
+            f"has changed: its SHA-256 is {now[:16]}..., and the interrupted {what} read {was[:16]}...",
             advice,
         )

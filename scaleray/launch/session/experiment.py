@@ -66,7 +66,7 @@ def plan_tags(tracking: TrackingSettings, known: Mapping[str, Any]) -> dict[str,
 
 
 def said_of(tracking: TrackingSettings) -> dict[str, Any]:
-    """Owner and purpose."""
+    """Owner and purpose of a run, from its config."""
     return {"owner": tracking.owner or user_name(), "purpose": tracking.purpose}
 
 

@@ -100,8 +100,10 @@ class RunFolder:
                 logging.getLogger(__name__).warning(text, self.path, exc.strerror)
             if not is_ours:
                 file.close()
-                raise StorageError(
-                    "the run folder", self.path, "another process is writing it", "wait until that run has ended"
+                raise StorageError.problem(
+                    f"the run folder {self.path}",
+                    "is being written by another process",
+                    "wait until that run has ended",
                 )
             _LOCKS[self.path] = file
         return self

@@ -119,9 +119,7 @@ def read_team_policy(path: str | Path) -> TeamPolicy:
     try:
         text = place.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(
-            KEY, str(path), "there is no such file", "name the team's YAML file, or leave it out"
-        ) from None
+        raise ConfigError(KEY, str(path), "it does not exist", "name the team's YAML file, or leave it out") from None
     except (OSError, ValueError) as exc:
         raise ConfigError(KEY, str(path), f"it cannot be read: {first_line(exc)}") from exc
     try:
@@ -143,7 +141,7 @@ def _rules(loader: BoundedLoader, node: yaml.Node | None, name: str) -> list[Rul
         if level not in LEVELS:
             near = near_words(level, LEVELS)
             hint = f"did you mean {near[0]}?" if near else f"sections are {', '.join(LEVELS)}"
-            raise ConfigError(f"{where} {level}", "an unknown section", "only known sections are allowed", hint)
+            raise ConfigError.problem(f"{where} {level}", "is an unknown section", hint)
         if not isinstance(section, yaml.MappingNode):
             raise ConfigError(f"{where} {level}", "not a mapping", "it must hold fields with their rules")
         found += [
@@ -159,7 +157,7 @@ def _rule(key: yaml.Node, value: Any, name: str, *, may_break: bool) -> Rule:
     if field not in known:
         near = near_words(field, known)
         hint = f"did you mean {near[0]}?" if near else f"fields are {', '.join(OWN_FIELDS)}, and keys of the config"
-        raise ConfigError(f"{where} {field}", "an unknown field", "a team's policy has no such field", hint)
+        raise ConfigError.problem(f"{where} {field}", "is an unknown field", hint)
     bounds = value if isinstance(value, dict) else {} if value == "required" else {"in": value}
     if "in" in bounds and not isinstance(bounds["in"], list):
         bounds = {**bounds, "in": [bounds["in"]]}

@@ -45,7 +45,7 @@ def cluster_runs() -> Iterator[Callable[[], list[tuple[LiveState, Ask]]]]:
         raise ClusterError(
             "RAY_ADDRESS",
             address,
-            "this is the address of the dashboard, by which jobs are submitted",
+            "it is the address of the dashboard, by which jobs are submitted",
             "give HOST:6379, or ray://HOST:10001 from outside the cluster",
         )
     with joined(address, name="RAY_ADDRESS"):
@@ -172,7 +172,7 @@ def _in_folders(run: str, uri: str | None) -> Watched | None:
         raise TrackingError(
             "RUN",
             run,
-            f"this is not the folder of a run: it has no run.json, {FILE} or record.json",
+            f"it is not the folder of a run: it has no run.json, {FILE} or record.json",
             f"runs in it: {', '.join(inside[:5])}" if inside else "give a run's folder, name or id; --all shows all",
         )
     return None
@@ -194,7 +194,7 @@ def _in_bucket(place: Store, uri: str | None) -> Watched | None:
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         about = load_json(place.read("run.json"))
         return _in_mlflow(about["run_id"], resolve_uri(uri))
-    raise TrackingError("RUN", where, "there is no run of this version", "give a run's folder, name or id in MLflow")
+    raise TrackingError("RUN", where, "it holds no run of this version", "give a run's folder, name or id in MLflow")
 
 
 def _in_cluster(run: str, stack: contextlib.ExitStack) -> Watched | None:
@@ -246,6 +246,6 @@ def _unknown(run: str, exc: TrackingError) -> TrackingError:
     return TrackingError(
         "RUN",
         run,
-        f"there is neither {' nor '.join(places)} nor a run {reason}",
+        f"it is neither {' nor '.join(places)} nor a run {reason}",
         "scaleray watch --all shows all active runs",
     )

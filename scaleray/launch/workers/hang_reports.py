@@ -113,7 +113,7 @@ def group_report(run_path: str, group: str) -> HangReport | None:
 
 
 def _dumps(store: Store, beats: Mapping[tuple[int, int], Heartbeat] | None) -> dict[int, RankDump]:
-    """Dumps of the processes of these beats; if they are None, all dumps."""
+    """Dumps of the processes that sent these heartbeats; None: all dumps."""
     own: dict[int, RankDump] = {}
     mute: dict[int, RankDump] = {}
     known = {rank: beat for (rank, _), beat in (beats or {}).items()}

@@ -71,7 +71,7 @@ def what_failed(failures: Mapping[int, BaseException], heartbeats: Sequence[Hear
 
 
 def _who_failed(failures: Mapping[int, BaseException], heartbeats: Sequence[Heartbeat]) -> tuple[str, Heartbeat | None]:
-    """A sentence, and the last heartbeat of the worker concerned."""
+    """Sentence about the failed worker, and its last heartbeat."""
     # workers that lost their peer only echo that it is gone
     rank = min(failures, key=lambda r: (is_echo(failures[r]), r))
     error = cause_of(failures[rank])
@@ -103,7 +103,7 @@ def _held_up(beat: Heartbeat) -> str:
 
 
 def _death(error: BaseException) -> str:
-    """Ray's words on a worker's end, without its guesses."""
+    """Ray's message on a worker's death, without its guesses."""
     found = re.search(
         r"Worker exit type: (\w+) Worker exit detail: (.*?)\.?( Some common causes|$)", text_of(error), re.DOTALL
     )

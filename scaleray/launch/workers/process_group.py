@@ -57,7 +57,7 @@ class _ProcessGroupBackend(Backend):
 
 
 def _own_store() -> StorePlace:
-    """Meeting point of the workers: this one, which keeps it until it ends."""
+    """Store through which the workers find each other, held by this worker until it ends."""
     global _owned
     _owned = OwnedStore(ray.util.get_node_ip_address())
     return _owned.place

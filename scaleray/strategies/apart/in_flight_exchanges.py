@@ -125,8 +125,8 @@ class Exchange(Protocol):
 
 
 def always_apart(replicas: Replicas, exchange: Exchange, group: dist.ProcessGroup, config: RunConfig) -> Parallel:
-    """Strategy of replicas that take every step alone and meet every `gossip.meet_every` steps.
-    group: the exchange's."""
+    """Strategy of replicas that take every step alone and synchronise every `gossip.meet_every` steps. group: the
+    exchange's."""
     meet_every = config.gossip.meet_every
 
     def after_update(step: int) -> None:

@@ -144,7 +144,7 @@ class Replicas:
     @contextlib.contextmanager
     def averaged(self, with_optimizer: bool) -> Iterator[None]:
         """Context in which the model holds the mean of the replicas, and the optimizer that of its state if requested;
-        counters among the buffers are rank 0's. Afterwards every value is back to the bit."""
+        counters among the buffers are rank 0's. Afterwards every value is restored bit-identically."""
         state = (
             [tensor for _, tensor in self._optimizer_tensors()] if with_optimizer else []
         )  # a copy doubles its memory
@@ -165,7 +165,7 @@ class Replicas:
 
     def parallel(self, *, model: nn.Module | None = None, **course: Any) -> Parallel:
         """`Parallel` for replicas that train apart. model: module that runs the user's code, if it is not the replica
-        itself. course: further fields of `Parallel`, such as when they synchronise. Not collective."""
+        itself. course: further fields of `Parallel`, such as the synchronised steps. Not collective."""
         return dataclasses.replace(
             self.inner,
             model=model if model is not None else self.inner.model,

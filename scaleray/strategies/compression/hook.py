@@ -143,7 +143,7 @@ class Compression:
         return self.lane.submit(partial(self._average, bucket.buffer(), names))
 
     def _average(self, buffer: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
-        """Replace the bucket by its mean over all ranks; runs in the lane."""
+        """Replace the bucket by its mean over all ranks; runs in the communication thread."""
         layout = self._layouts[names]
         self._whole_bytes += buffer.numel() * buffer.element_size()
         if int(self._steps) < self.settings.start_step:
@@ -231,7 +231,7 @@ class Compression:
                     codec.thin[name] = values.to(self.lane.device, copy=True)
 
     def close(self) -> None:
-        """End the lane, and destroy its process group."""
+        """End the communication thread, and destroy its process group."""
         self.lane.close()
         if self._own_group is not None:
             dist.destroy_process_group(self._own_group)

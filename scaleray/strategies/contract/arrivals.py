@@ -14,8 +14,8 @@ MOST_PLACES = 16
 class Moments:
     """Time at which this rank arrived at each place: those of the forward pass, then those of the backward pass.
 
-    now: always the same list, which the watcher of a place writes in the thread of the pass, since a function call
-    would add a third of the cost. stamp: returns the time."""
+    now: always the same list, to which observers write directly in the thread of the pass, since a function call would
+    add a third of the cost. stamp: returns the time."""
 
     def __init__(self, stamp: Callable[[], Any]) -> None:
         self.stamp = stamp

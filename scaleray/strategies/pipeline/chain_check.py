@@ -70,7 +70,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _alike(call: Callable[[], Any], device: torch.device) -> Any:
-    """Result of `call` with a fixed seed; the random number generators are afterwards as they were."""
+    """Result of `call` with a fixed seed; random number generators are restored afterwards."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         return call()

@@ -69,7 +69,7 @@ def measured_costs(
 
 
 def _example(workload: Any, config: RunConfig, reference: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A few rows of the training data as the loss takes them."""
+    """A few rows of the training data in the form of the loss."""
     if changes := [n for n in ("preprocessor", "transform", "collate") if own_method(workload, n) is not None]:
         raise WorkloadError(
             "the train data",

@@ -156,7 +156,7 @@ class Parts:
                 dist.broadcast(_local(buffer), group=self.replicas, group_src=0)
 
     def total_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Norm of the gradient over all stages, a shared parameter counted once. Collective over the replica."""
+        """Norm of the gradient over all stages; a shared parameter counts once. Collective over the replica."""
         skipped = {id(p.grad) for p in self._counted_elsewhere}
         own = [g for g in gradients if id(g) not in skipped]
         squared = torch.zeros((), dtype=torch.float64, device=self.device)

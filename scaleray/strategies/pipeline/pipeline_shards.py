@@ -32,10 +32,10 @@ from scaleray.strategies.wire.ledger import Ledger
 class Shards:
     """Parts of a stage whose parameters are shards between steps. Collective over the replicas unless noted. modules:
     modules that are whole on this worker. mesh: one axis, or two of which the first replicates. group: of all its
-    workers. kept_whole: ids of parameters that stay as they are. So do single numbers,
-    parameters that are not contiguous or that several of the modules use, and those of layers with running statistics
-    where others are gathered in a narrower type; gradients of all these are summed by an all-reduce. sent: counts the
-    collectives. Raises WorkloadError."""
+    workers. kept_whole: ids of parameters that stay as they are. So do single numbers, parameters that are not
+    contiguous or that several of the modules use, and those of layers with running statistics if others are gathered in
+    a narrower type; gradients of all these are summed by an all-reduce. sent: counts the collectives. Raises
+    WorkloadError."""
 
     def __init__(
         self,
@@ -102,8 +102,8 @@ class Shards:
             self.is_gathered = False
 
     def put_by(self) -> None:
-        """Add the gradients of a micro-batch to those before it, in the type that they are reduced in: sums of many
-        would lose most of a narrower one's digits. Not collective."""
+        """Add the gradients of a micro-batch to earlier ones, in the type of the reduction: sums of many would lose
+        most of a narrower one's digits. Not collective."""
         for parameter in self._parameters:
             if parameter.unsharded_param.grad is not None:
                 parameter.accumulate_unsharded_grad_if_needed()

@@ -27,7 +27,7 @@ first stage."""
 
 
 class StageEnd(BaseException):
-    """Signal that ends a forward pass at the end of a stage. Not an Exception, which a model or a loss might catch."""
+    """Signal that ends a forward pass at the end of a stage; not an Exception, which user code might catch."""
 
     def __init__(self, activation: torch.Tensor) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def called_twice(times: int) -> WorkloadError:
 
 
 def find_units(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Unit]:
-    """The parts of a model in the order of registration. Raises WorkloadError where the blocks cannot be cut apart."""
+    """The parts of a model in the order of registration. Raises WorkloadError if the blocks cannot be separated."""
     numbers = {id(block): number for number, block in enumerate(blocks)}
     if len(numbers) < len(blocks):
         raise WorkloadError.problem("blocks()", "returned the same module twice: a pipeline needs each block once")
@@ -196,9 +196,9 @@ def _prefix_ends(path: str) -> Iterator[int]:
 
 
 def counted_costs(units: Sequence[Unit], num_blocks: int) -> list[float]:
-    """Forward operations per token of each block with what goes with it: 2 for each parameter that multiplies.
+    """Forward operations per token of each block and its surrounding modules: 2 for each parameter that multiplies.
 
-    A lookup in an embedding multiplies nothing; a head does, also where it shares the embedding's table. Attention's
+    A lookup in an embedding multiplies nothing; a head does, even if it shares the embedding's table. Attention's
     products of tokens with tokens are left out: they are the same in all blocks of a kind. One is added for each
     module, so that parts without parameters are not free. Source: Kaplan et al. 2020, arXiv:2001.08361, section 2.1.
     """
@@ -294,7 +294,7 @@ def make_part(
 
 
 def _view(model: nn.Module, units: dict[str, nn.Module]) -> tuple[nn.Module, list[nn.Module]]:
-    """A model with its units exchanged: copies of the modules around them, which share parameters and buffers."""
+    """A model with replaced units: containers are copies that share parameters and buffers."""
     containers: list[nn.Module] = []
 
     def visit(module: nn.Module, prefix: str) -> nn.Module:

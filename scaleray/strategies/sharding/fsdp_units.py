@@ -18,7 +18,7 @@ from scaleray.records.text.units import GIB
 
 @dataclass(frozen=True)
 class Units:
-    """Modules to shard as one unit each, in the order of the forward pass as far as the model's own order shows it. The
+    """Modules to shard as one unit each, in the order of the model, which approximates that of the forward pass. The
     model itself, with the rest, is added as the outermost unit."""
 
     modules: list[nn.Module]

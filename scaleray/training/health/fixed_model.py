@@ -6,7 +6,7 @@ later would be trained on each worker alone, or be lost on resume."""
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -90,7 +90,7 @@ class FixedModel:
             return
         self._refuse_change(step)
         if new := sorted(self._saved_buffers() - self._buffers):
-            raise WorkloadError(f"the buffer {new[0]}", f"new since step {step}", *NAMED_AT_FIRST)
+            _refuse(f"the buffer {new[0]}", f"was added at step {step}", NAMED_AT_FIRST)
         self._look()
 
     def signals(self) -> tuple[float, ...]:
@@ -102,7 +102,7 @@ class FixedModel:
         if shapes == self._shapes:
             return 0.0, 0.0
         if self.averages_buffers:
-            self._refuse_shapes(self._changed(shapes), "changed")
+            _refuse(self._changed(shapes), "changed", OF_ONE_SHAPE)
         code = float(zlib.crc32(repr(shapes).encode()) % 2**20 + 1)
         return code, code * code
 
@@ -113,11 +113,11 @@ class FixedModel:
             return sums
         *others, code, square = sums
         if code * code != self.place.world_size * square:
-            self._refuse_shapes(self._changed(self._shapes_now()), "different between workers")
+            _refuse(self._changed(self._shapes_now()), "differs between workers", OF_ONE_SHAPE)
         return tuple(others)
 
     def _look(self) -> None:
-        """Store the current modules and the properties of them that a step must not change."""
+        """Store the current modules and their properties, which a step must not change."""
         self._parts = list(self.module.modules())
         self._signature = self._now()
 
@@ -155,14 +155,13 @@ class FixedModel:
 
     def _changed(self, shapes: dict[str, tuple[int, ...]]) -> str:
         names = [name for name in (*shapes, *self._shapes) if shapes.get(name) != self._shapes.get(name)]
-        return f"{names[0]} of shape {list(shapes.get(names[0], ()))}" if names else next(iter(self._shapes))
-
-    def _refuse_shapes(self, shown: str, how: str) -> None:
-        raise WorkloadError(f"the shape of the buffer {shown}", how, *OF_ONE_SHAPE)
+        if not names:
+            return f"the shape of the buffer {next(iter(self._shapes))}"
+        return f"the shape {list(shapes.get(names[0], ()))} of the buffer {names[0]}"
 
     def _refuse_thawed(self, parameter: nn.Parameter, step: int) -> None:
         name = next((n for n, p in self.module.named_parameters() if p is parameter), "a parameter")
-        raise WorkloadError(f"the parameter {name}", f"trained from step {step} on, frozen before", *TRAINED_AT_FIRST)
+        _refuse(f"the parameter {name}", f"was frozen and is trained from step {step} on", TRAINED_AT_FIRST)
 
     def _refuse_change(self, step: int) -> None:
         named = self._named()
@@ -172,12 +171,16 @@ class FixedModel:
                 continue
             what = f"the parameter {name}"
             if was is None or now is None or was[0] != now[0]:
-                how = "new" if was is None else "gone" if now is None else "another object"
-                raise WorkloadError(what, f"{how} since step {step}", *THERE_AT_FIRST)
-            how = f"trained from step {step} on, frozen before" if now[1] else f"frozen from step {step} on"
-            raise WorkloadError(what, how, *TRAINED_AT_FIRST)
+                how = "added" if was is None else "removed" if now is None else "replaced"
+                _refuse(what, f"was {how} at step {step}", THERE_AT_FIRST)
+            how = f"was frozen and is trained from step {step} on" if now[1] else f"is frozen from step {step} on"
+            _refuse(what, how, TRAINED_AT_FIRST)
         modules = dict(self.module.named_modules(remove_duplicate=False))
         for name, module in self._modules.items():
             if modules.get(name) is not module:
-                how = "another object" if name in modules else "gone"
-                raise WorkloadError(f"the module {name}", f"{how} since step {step}", *BUILT_AT_FIRST)
+                how = "replaced" if name in modules else "removed"
+                _refuse(f"the module {name}", f"was {how} at step {step}", BUILT_AT_FIRST)
+
+
+def _refuse(what: str, text: str, rule: tuple[str, str]) -> NoReturn:
+    raise WorkloadError.problem(what, f"{text}: {rule[0]}", rule[1])

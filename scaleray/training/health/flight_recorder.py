@@ -97,7 +97,7 @@ def _user_lines(frames: Sequence[dict[str, Any]]) -> tuple[Line, ...]:
 @contextmanager
 def _without_inductor() -> Iterator[None]:
     """Context in which torch does not import its compiler to look up the lines of generated code, of which there is
-    none before it was imported: the import takes 2 to 6 seconds in each rank, and can wait for a lock for ever."""
+    none before it was imported: the import takes 2 to 6 seconds in each rank, and can wait forever for a lock."""
     import torch
 
     stand_in = SimpleNamespace()

@@ -44,8 +44,8 @@ class CollectiveLimits:
                 _set_pg_timeout(limit, group)
 
     def others_wait_s(self, world_size: int) -> float:
-        """Seconds that a worker may wait for its input now: less than the others wait for it, so that it reports the
-        reason first."""
+        """Seconds that a worker may wait for its input now: less than others wait for it, so that it is the first to
+        report the reason."""
         return WATCHDOG_SHARE * self._limit_s() if world_size > 1 else math.inf
 
     def _limit_s(self) -> float:

@@ -20,9 +20,9 @@ from scaleray.errors import text_of
 
 
 class LiveTensors(TorchDispatchMode):
-    """Counts the storages that operations inside the context create, as long as they live. Compiled code is not seen.
-    bytes: alive now; peak: the most at once. Storages from before the context do not count. problem: the error that
-    prevented counting, which never affects the operations."""
+    """Counts the storages that operations inside the context create, as long as they live. Memory of compiled code is
+    not counted. bytes: alive now; peak: the most at once. Storages from before the context do not count. problem: the
+    error that prevented counting, which never affects the operations."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ class MemoryReport(Observer):
         self._num_steps = 0
 
     def begin(self, setup: Setup) -> None:
-        """Store the set-up whose tensors are counted."""
+        """Store the set-up, whose tensors are counted."""
         self._setup = setup
 
     def during_step(self, number: int) -> contextlib.AbstractContextManager[None] | None:

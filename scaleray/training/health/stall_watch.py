@@ -1,8 +1,8 @@
-"""Detects that this worker stalls, and writes an account of it before any worker gives up.
+"""Detect that this worker stalls, and write a report of it before any worker gives up.
 
-Every rank watches itself, by its own clock and without messages to the others: when a step hangs, all ranks stall
-within a moment of each other, and each writes its own account into the run's folder. The limit of this watch is shorter
-than that of a collective, so that the accounts are complete when the first rank fails.
+Every rank watches itself, by its own clock and without messages to the others: when a step hangs, all ranks stall at
+nearly the same time, and each writes its own report into the run's folder. The limit of this watch is shorter than that
+of a collective, so the reports are complete when the first rank fails.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def rank_dump(
     read: Callable[[Callable[[], Any], Any], Any],
     since_ns: int = 0,
 ) -> RankDump:
-    """This rank's account. with_lines: look up lines of Python too. after_error: lines at which a collective's error
-    was raised. read: calls one of torch's private functions, or returns the given default if that fails. since_ns: wall
+    """This rank's report. with_lines: look up lines of Python too. after_error: lines at which a collective's error was
+    raised. read: calls one of torch's private functions, or returns the given default if that fails. since_ns: wall
     clock; earlier collectives belong to a previous group."""
     reader = flight_recorder.entries_with_frames if with_lines else flight_recorder.entries_without_lines
     remembered = read(reader, None)
@@ -205,7 +205,7 @@ class StallWatch:
             self.store.parent.delete_folder(self.store.name)
 
     def _dump(self, why: str, *, after_error: tuple[Line, ...] = ()) -> tuple[Line, ...]:
-        """Write the account, and return the lines at which the threads are. The first of its two parts does not need
+        """Write the report, and return the current lines of the threads. The first of its two parts does not need
         Python's state, since looking up lines can wait for locks."""
         about = partial(
             rank_dump,

@@ -1,4 +1,4 @@
-"""Explain an error in a worker: its owner, its place, and the remedy for the user."""
+"""Explain an error in a worker: its source, its location, and the remedy for the user."""
 
 from __future__ import annotations
 
@@ -94,18 +94,16 @@ def explained(exc: Exception) -> DataError | WorkloadError | None:
     IndexError."""
     text = text_of(exc)
     if isinstance(exc, IndexError) and any(words in text for words in ("out of bounds", "index out of range in self")):
-        return DataError(
+        return DataError.problem(
             "a label or token",
-            text.rstrip("."),
-            "it must be below the number of classes the model knows",
+            f"is out of range: {text.rstrip('.')}. It must be below the number of classes or tokens of the model",
             "check the labels of the data, and the size of the model's last layer or embedding",
         )
     if isinstance(exc, RuntimeError) and "device-side assert" in text:
         # told after the kernel that met it, so that the line of Python says little
-        return DataError(
+        return DataError.problem(
             "a label, token or other index",
-            first_line(exc).rstrip("."),
-            "a kernel on the GPU met one that is out of range",
+            f"is out of range in a kernel on the GPU: {first_line(exc).rstrip('.')}",
             "check the labels of the data, and the size of the model's last layer or embedding; "
             "with --local on a CPU the error names the line",
         )

@@ -1,4 +1,4 @@
-"""Sources of a step's gradients at two batch sizes: the workers, the first micro-batch, or the step before.
+"""Sources of a step's gradients at two batch sizes: the workers, the first micro-batch, or the previous step.
 
 Sources read gradients and do not change them. A rank's accumulated gradient is that of the summed loss times `loss
 scale x divisor / expected count`. Multiplied by `correction`, as in the step, it is the mean gradient."""

@@ -74,8 +74,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Guide:
-    """The grid and the question. arms: the theoretically preferred one first. reference: batch size at which the
-    learning rate was tuned."""
+    """Search of a grid. arms: settings other than the batch size, the theoretically preferred one first. reference:
+    batch size at which the learning rate was tuned."""
 
     cells: Sequence[Cell]
     arms: Sequence[str]
@@ -132,7 +132,7 @@ class Guide:
         return chosen
 
     def wanted_cells(self, trials: Sequence[Trial]) -> list[Cell]:
-        """Cells worth running after the first two, regardless of the budget, the most promising first."""
+        """Cells worth running after the first two, the most promising first, regardless of the budget."""
         outlook = self.outlook(trials)
         return [] if outlook is None else self._wanted(self.results(trials), outlook)
 
@@ -146,7 +146,7 @@ class Guide:
         return self.share * self.grid_samples(outlook)
 
     def grid_samples(self, outlook: Outlook) -> float:
-        """Samples that the whole grid would take, as far as known or predicted; equal trainings count once."""
+        """Known or predicted samples of the whole grid; equal trainings count once."""
         trainings: dict[tuple[int, str], Cell] = {}
         for cell in self.cells:
             if outlook.is_measured(cell) or (cell.batch_size, cell.same_as) not in trainings:

@@ -111,7 +111,7 @@ class NoiseMeter:
         self, norm: float | None, *, correction: float, loss_scale: float, count: float, own_count: float, num_rows: int
     ) -> None:
         """Measure the step's gradients in the parameters, unscaled and not clipped. norm: norm of the mean gradient,
-        given at least if it was wanted. Collective, unless the step is local."""
+        required if `wants_norm`. Collective, unless the step is local."""
         if self.is_measuring:
             share = 0.0
             if norm is None or self.settings.preconditioned:

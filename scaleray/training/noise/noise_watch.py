@@ -1,4 +1,4 @@
-"""Measurement of a run's gradient noise, if enabled: behind a guard, since the training does not depend on it."""
+"""Measurement of a run's gradient noise, if enabled. A guard keeps its errors from ending the training."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ Pass = tuple[Any, Any, list[Any]]
 
 
 class StepMoments(NamedTuple):
-    """Recorded times of a step; NaN for a collective that it did not reach."""
+    """Recorded times of a step; NaN for a collective that was not reached."""
 
     number: int
     begun: Any

@@ -1,8 +1,8 @@
 """Bandwidth between each pair of ranks, one pair after another.
 
-Off the path of training: at the end of a profiled training, and in a run when the alert of slow links requests it, see
-`link_watch.py`. Between many ranks of several nodes only the first of each node takes part, since a node's ranks share
-its links."""
+Not part of a training step: it runs at the end of a profiled training, and when the alert of slow links requests it,
+see `link_watch.py`. Between many ranks of several nodes only the first of each node takes part, since a node's ranks
+share its links."""
 
 from __future__ import annotations
 

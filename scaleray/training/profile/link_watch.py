@@ -37,7 +37,7 @@ class LinkWatch(Observer):
         self.place, self.asks, self._emit, self._guard = place, asks, emit, guard
 
     def after_step(self, taken: StepRecord) -> None:
-        """Measure if all ranks were requested to with this step. Collective then."""
+        """Measure if all ranks received the request with this step; then collective."""
         if self.asks is None or self.place.world_size == 1 or not self.asks.asks_for_links(taken.signals):
             return
         self._guard(Watcher.FIGURES, lambda: self._measure(taken.step), None, part="links")

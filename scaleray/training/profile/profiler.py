@@ -76,7 +76,7 @@ class Profile(Observer):
 
     @property
     def observers(self) -> list[Observer]:
-        """All observers of the training, this one among them. Not stored, since that would form a reference cycle."""
+        """All observers of the training, including this one. Not stored, since that would form a reference cycle."""
         return [*self._parts, self]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The job that the driver sends to every worker: all decisions are made once, before."""
+"""The job that the driver sends to every worker, with all decisions already made."""
 
 from __future__ import annotations
 
@@ -83,16 +83,15 @@ class TrainJob:
         check_row_lengths(self.config, self.splits[TRAIN])
         for split in self.splits.values():
             if self.config.deterministic and not split.row_values.are_repeatable:
-                raise DataError(
+                raise DataError.problem(
                     f"the {split.name} data",
-                    "not repeatable",
-                    f"deterministic: true needs data with the same bits each time: {split.row_values.difference}",
+                    f"is not repeatable, as deterministic requires: {split.row_values.difference}",
                     f"{split.row_values.advice}, or train without --deterministic",
                 )
 
     @property
     def sample_order(self) -> str:
-        """The order of the training data that a user can rely on, in words."""
+        """The guaranteed order of the training data, as text."""
         promise, values = self.train_plan().promise, self.splits[TRAIN].row_values
         return f"{promise}; {'but ' if values.difference else ''}{values.promise}" if values.promise else promise
 

@@ -1,4 +1,4 @@
-"""The order in which a model becomes a training set-up. It is defined here once, with the reason next to each line."""
+"""Steps that turn a model into a training set-up, in order. The reason for the order is next to each line."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from scaleray.workload import built_model
 
 def build_mesh(degrees: Degrees, strategy: str, device_type: str) -> DeviceMesh:
     """The mesh of all workers. Collective. Axes from the outside in: `pp` for pipeline; `dp` for workers with samples
-    or tokens of their own, or `replicate` and `shard` where both are above 1, with `dp` over them; `tp` for tensor. The
+    or tokens of their own, or `replicate` and `shard` if both are above 1, with `dp` over them; `tp` for tensor. The
     workers of a context are neighbours along `shard` or `dp`, and the state is sharded over them, too. Replicas that
     train apart on several workers each: `replicate` and the axes of one."""
     # DTensor keeps the results of its planning by the layout of a mesh, process groups included: in a process that has
@@ -85,8 +85,8 @@ def _context_group(degrees: Degrees, device_type: str) -> dist.ProcessGroup:
 
 
 def _with_exchanges(parallel: Parallel, shared: Context, *, sees_all: bool) -> Parallel:
-    """The strategy where passes exchange the tokens of sequences, which are counted with its own traffic. sees_all: it
-    counts them already."""
+    """The strategy, whose passes also exchange tokens of sequences and count that traffic. sees_all: the strategy
+    already counts it."""
     if sees_all:
         return parallel
     sent = Ledger()
@@ -130,18 +130,18 @@ class Setup:
     """Callbacks that undo, in reverse order, what was done to the user's model and to torch before the strategy."""
 
     def after_step(self, number: int) -> None:
-        """Make ready for the step after `number`: the learning rate, and the average of the weights."""
+        """Prepare the step after `number`: update the learning rate and the average of the weights."""
         take_step(self.schedule, number)
         self.averaging.after_step(number)
 
     def close(self) -> None:
-        """Leave the user's model as `build_model` made it, but trained. Collective."""
+        """Restore the user's model to the form that `build_model` gave it, with trained weights. Collective."""
         self.parallel.close()
         self.undo.close()
 
     def let_go(self) -> None:
-        """End a set-up whose model is not wanted back: `close` without its communication, so that this rank waits for
-        none. For an unsharded model it is the same as `close`."""
+        """End a set-up whose model is not needed any more: `close` without communication, so that this rank waits for
+        no other. For an unsharded model it equals `close`."""
         (self.parallel.let_go or self.parallel.close)()
         self.undo.close()
 
@@ -211,7 +211,7 @@ def prepare(
 
 @dataclass(frozen=True)
 class _SpreadModel:
-    """A model that a strategy has spread over the workers, and what was found out of it while it was whole."""
+    """A model that a strategy has spread over the workers, and facts collected before that."""
 
     parallel: Parallel
     precision: precision.Precision
@@ -224,7 +224,7 @@ class _SpreadModel:
 def _spread_model(
     workload: Any, config: RunConfig, recipe: Recipe, place: Place, undo: contextlib.ExitStack
 ) -> _SpreadModel:
-    """Build the model, change what has to be changed while it is whole, and spread it over the workers. Collective."""
+    """Build the model, make the changes that need the whole model, and spread it over the workers. Collective."""
     with _building(config, recipe, place) as pages:
         model = _built(workload, place.device)
         check_model(model)
@@ -272,8 +272,7 @@ def _spread_model(
 
 
 def _refuse_renormalised(model: nn.Module) -> None:
-    """Raise WorkloadError for an embedding that its forward pass changes: each worker would change the rows that it
-    looks up, and they would drift apart."""
+    """Raise WorkloadError for an embedding that its forward pass changes: each worker would change different rows."""
     for name, part in model.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
             raise WorkloadError(
@@ -285,10 +284,9 @@ def _refuse_renormalised(model: nn.Module) -> None:
 
 
 def _built(workload: Any, device: torch.device) -> Any:
-    """The user's model, built where it will live if that can be: no copy of a large model through the CPU.
+    """Build the user's model on its device if possible, without a copy of a large model on the CPU.
 
-    Code that draws from a generator of the CPU, or loads weights to it, fails there, and builds on the CPU as it would
-    by itself.
+    Code that draws from a CPU generator, or loads weights to the CPU, fails there and is run again on the CPU.
     """
     build = partial(built_model, workload)
     if device.type == "cpu":
@@ -315,7 +313,7 @@ def _building(config: RunConfig, recipe: Recipe, place: Place) -> contextlib.Abs
 def _check_equal_before_sharding(
     model: nn.Module, pages: PagedBuild | None, config: RunConfig, recipe: Recipe, place: Place
 ) -> Digests | None:
-    """Check that all ranks drew the same parameters, where each will keep a part of them alone. Collective."""
+    """Check that all ranks drew the same parameters before each retains only its part. Collective."""
     is_sharded = recipe.strategy != "tensor" and recipe.degrees.shard > 1
     if not is_sharded or place.group is None:
         return None
@@ -328,7 +326,7 @@ def _check_equal_before_sharding(
 
 
 def _with_fixed_buckets(config: RunConfig) -> RunConfig:
-    """The config under which DDP keeps the layout of its buckets, where results must repeat to the bit."""
+    """The config with a fixed layout of DDP's buckets, if results must be bit-identical."""
     if not config.deterministic:
         return config
     # DDP lays its buckets out anew after the first step, which changes the order of its sums: a resumed run would start
@@ -337,13 +335,13 @@ def _with_fixed_buckets(config: RunConfig) -> RunConfig:
 
 
 def _differs_between_ranks(parallel: Parallel) -> bool:
-    """Whether a rank can see an overflow that others do not, in a step that they take together."""
+    """Whether a rank can have an overflow that others lack, in a synchronised step."""
     is_sharded = any(isinstance(p, DTensor) for p in parallel.module.parameters())
     return not parallel.replicas_differ and (is_sharded or parallel.is_partitioned)
 
 
 def check_model(model: Any) -> None:
-    """Raise WorkloadError for what cannot be trained: no module, lazy parameters, or none that needs a gradient."""
+    """Raise WorkloadError for a model that is not a module, has lazy parameters, or has none that needs a gradient."""
     if not isinstance(model, nn.Module):
         raise WorkloadError("build_model()", type(model).__name__, "it must return a torch.nn.Module")
     lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]

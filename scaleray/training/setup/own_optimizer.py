@@ -244,14 +244,14 @@ def _refuse(
         raise ConfigError(
             key,
             getattr(config.optimizer, name),
-            f"the workload's own optimizer() ignores it: it uses {_shown(own, name)} in every trial",
+            f"the workload's own optimizer() ignores it and uses {_shown(own, name)} in every trial",
             f"{advice}, or leave {key} out of the sweep",
         )
     if name == "learning_rate" and (config.optimizer.rule != "none" or "optimizer.rule" in varied):
         raise ConfigError(
             "optimizer.rule",
             config.optimizer.rule,
-            f"the workload's own optimizer() ignores the learning rate that it derives: it uses {_shown(own, name)}, "
+            f"the workload's own optimizer() ignores the derived learning rate: it uses {_shown(own, name)}, "
             f"not {values.learning_rate:g}",
             f"{advice}, or --optimizer.rule none",
         )

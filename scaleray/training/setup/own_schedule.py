@@ -162,7 +162,7 @@ def take_step(schedule: LRScheduler, number: int) -> None:
     except (ValueError, IndexError) as exc:
         raise WorkloadError.problem(
             "schedule()",
-            f"fails after step {number}: {text_of(exc)}: it must give a learning rate for every step of the training",
+            f"must give a learning rate for every step of the training, and fails after step {number}: {text_of(exc)}",
             "use recipe.total_steps as its length",
         ) from exc
 
@@ -197,14 +197,14 @@ def _refuse_rate(peak: float, config: RunConfig, recipe: Recipe, varied: Collect
         raise ConfigError(
             "optimizer.learning_rate",
             config.optimizer.learning_rate,
-            f"the workload's own schedule() ignores it: its largest rate is {peak:g} in every trial",
+            f"the workload's own schedule() ignores it and has a largest rate of {peak:g} in every trial",
             f"{advice}, or leave optimizer.learning_rate out of the sweep",
         )
     if config.optimizer.rule != "none" or "optimizer.rule" in varied:
         raise ConfigError(
             "optimizer.rule",
             config.optimizer.rule,
-            f"the workload's own schedule() ignores the learning rate that it derives: its largest rate is {peak:g}, "
+            f"the workload's own schedule() ignores the derived learning rate: its largest rate is {peak:g}, "
             f"not {recipe.learning_rate:g}",
             f"{advice}, or --optimizer.rule none",
         )

@@ -41,7 +41,7 @@ class Place:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The group of all workers, or None when there is only one."""
+        """The group of all workers, or None if there is only one."""
         return dist.group.WORLD if self.world_size > 1 else None
 
     def all_reduce(self, values: list[float]) -> list[float]:
@@ -61,7 +61,7 @@ class Place:
         return [float(v) for v in tensor.tolist()]
 
     def gathered(self, value: Any) -> list[Any]:
-        """A value of every worker, such as a few words, in the order of the ranks. Collective."""
+        """A value of every worker, such as a short text, in the order of the ranks. Collective."""
         if self.world_size == 1:
             return [value]
         everyone: list[Any] = [None] * self.world_size

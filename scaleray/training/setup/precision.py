@@ -77,8 +77,8 @@ def as_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def share_loss_scale(precision: Precision, module: nn.Module, group: dist.ProcessGroup) -> Precision:
-    """The precision with a scaler that skips a step on every rank when one finds an overflow. It is for strategies
-    whose ranks hold different gradients or update different parameters; otherwise ranks agree without communication.
+    """The precision with a scaler that skips a step on every rank if one finds an overflow. It is for strategies whose
+    ranks hold different gradients or update different parameters; otherwise ranks agree without communication.
     Collective in use."""
     if not precision.scaler.is_enabled():
         return precision

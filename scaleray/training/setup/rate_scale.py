@@ -11,8 +11,8 @@ import torch
 
 
 class RateScale:
-    """Factor on every rate of an optimizer, on top of its schedule, which never sees it: the optimizer's groups have it
-    only within steps.
+    """Factor on every rate of an optimizer, in addition to its schedule. The optimizer's groups have it only within
+    steps, so it does not affect the schedule.
 
     factor: of the next step. due: requested factors, with their first step. code: number computed from all requests of
     this process."""

@@ -30,7 +30,7 @@ _listeners: dict[StorePlace, socket.socket] = {}
 
 
 class OwnedStore:
-    """A place of a store that this process owns: released with `close` or with the process, unless it was opened."""
+    """Address of a store that this process owns. It is released by `close` or at exit, unless the store was opened."""
 
     close: Callable[[], object]
 

@@ -1,5 +1,5 @@
-"""The losses of a workload: most have one, `loss()`; one with several optimizers names them in `losses()`; one over the
-whole batch has `batch_loss()`."""
+"""The losses of a workload: one `loss()` in general, `losses()` by name for several optimizers, or `batch_loss()` over
+the whole batch."""
 
 from __future__ import annotations
 

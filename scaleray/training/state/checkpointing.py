@@ -1,4 +1,4 @@
-"""When a run saves its state, where it resumes, and how it stops in good order. Called by the loop, once a step.
+"""Saving the state of a run, resuming it, and stopping it safely. Called by the loop, once a step.
 
 All ranks must save after the same step. Facts known to a single rank (the time, a notice that its node will be removed,
 a request to stop) travel with the sums that every step reduces anyway, so all ranks decide alike without further
@@ -43,9 +43,9 @@ RATE_SECTIONS = ("optimizer", "schedule", "stop", "workload")
 
 @dataclass
 class Control:
-    """Requests from outside to one worker. wants_leave: save and end in good order; wants_save: save and continue;
-    wants_links: measure the links between the workers and continue. notice: the nodes of workers that the cluster will
-    soon remove; collective, None if that cannot be known."""
+    """Requests from outside to one worker. wants_leave: save and exit; wants_save: save and continue; wants_links:
+    measure the links between the workers and continue. notice: the nodes of workers that the cluster will soon remove;
+    collective, None if that cannot be known."""
 
     wants_leave: threading.Event = field(default_factory=threading.Event)
     wants_save: threading.Event = field(default_factory=threading.Event)
@@ -187,7 +187,7 @@ class Checkpointing:
 
     def evaluated(self, step: int, metrics: Mapping[str, float], *, is_last: bool) -> None:
         """Handle an evaluation after `step` steps: save a state that is among the best so far. Collective. Raises
-        ConfigError if the first evaluation lacks the metric to rank by; if it is also the last, an event says so
+        ConfigError if the first evaluation lacks the metric to rank by; if it is also the last, an event reports it
         instead."""
         name = self.retention.best
         if name is None or not self.retention.keep_best:
@@ -209,7 +209,7 @@ class Checkpointing:
             self._best_step = step
 
     def after_step(self, step: int, signals: tuple[float, ...]) -> bool:
-        """Save if it is due after `step` steps; returns true if the run should, and may, leave now. Collective."""
+        """Save if it is due after `step` steps; returns true if the run should, and may, stop now. Collective."""
         leaves, asks = signals[LEAVE] > 0, signals[ASK] > 0
         is_new_notice = asks and self._is_notice_new()
         every = self.job.recipe.checkpoint_every_steps

@@ -1,4 +1,4 @@
-"""The end of a training: each rank releases its set-up and hands on its part of the final weights."""
+"""The end of a training: each rank releases its set-up and saves its part of the final weights."""
 
 from __future__ import annotations
 

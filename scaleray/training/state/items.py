@@ -67,9 +67,9 @@ def as_json(item: str, value: Any) -> Any:
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as exc:
-        raise WorkloadError(
+        raise WorkloadError.problem(
             f"the state of the {item}",
-            str(exc),
+            f"cannot be saved ({exc}): "
             "a checkpoint holds tensors, numbers, text, true/false, none, lists and mappings of them",
             "keep it in such values, or switch checkpoints off: --checkpoint.every-minutes null",
         ) from exc

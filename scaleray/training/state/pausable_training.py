@@ -108,7 +108,7 @@ class AskingCheckpointing(Checkpointing):
         return False
 
     def after_step(self, step: int, signals: tuple[float, ...]) -> bool:
-        """True when the training should stop here. Collective."""
+        """Whether the training should stop here. Collective."""
         every = self.job.recipe.evaluate_every_steps
         if every is None or step % every or step >= self.job.recipe.total_steps:
             return False

@@ -74,10 +74,9 @@ def save_weights(
         elif share.tensors:
             _write_plain(share.tensors, store, name)
     except OSError as exc:
-        raise StorageError(
+        raise StorageError.problem(
             f"the share of rank {rank} of the final weights",
-            "not written",
-            f"{store.path('').rstrip('/')} rejected it: {exc or type(exc).__name__}",
+            f"was not written: {store.path('').rstrip('/')} rejected it: {exc or type(exc).__name__}",
             f"free space, or repair the storage, then run: scaleray train --resume {store.path('').rstrip('/')}",
         ) from exc
 
@@ -105,8 +104,8 @@ def complete(run_path: str, name: str = FINAL_WEIGHTS) -> dict[str, StoredFile]:
         if (found := _tensors_in(folder, file)) != expected:
             raise StorageError(
                 folder.path(file),
-                "missing or torn" if found is None else f"with {len(found)} tensors",
-                f"every worker has ended, and {len(expected)} tensors should be in it",
+                "missing or torn" if found is None else f"incomplete, with {len(found)} tensors",
+                f"it should have {len(expected)} tensors, as every worker has ended",
                 f"scaleray train --resume {store.path('').rstrip('/')}",
             )
     folder.write_text(INDEX, json.dumps(index, indent=2))

@@ -1,6 +1,7 @@
 """Smaller micro-batches when memory runs out: all ranks repeat the step with halves of them.
 
-Possible while no gradient of the step has been communicated, which is up to the last backward pass (alone: its end)."""
+Possible while no gradient of the step has been communicated, that is, before the last backward pass, or on one worker
+before its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics over all workers, from sums and counts: of one split, and of a run's splits whenever they are due."""
+"""Metrics over all workers, from sums and counts, for one split and for all splits that are due."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class NamedSums:
 class OwnEvaluation:
     """Calls a workload's `evaluate`, if it has one; each worker may run as many passes as it likes.
 
-    Where a pass communicates, workers compute on whole copies of the model, and those of one replica, which have the
-    same rows, take its batches in turn. Raises ConfigError or WorkloadError where there is no room for copies.
+    If passes communicate, workers compute on whole copies of the model, and those of one replica, which have the same
+    rows, divide its batches. Raises ConfigError or WorkloadError if there is no room for copies.
     """
 
     def __init__(self, job: TrainJob, setup: Setup, place: Place) -> None:
@@ -77,7 +77,7 @@ class OwnEvaluation:
 
     @contextlib.contextmanager
     def with_weights(self) -> Iterator[None]:
-        """Context of an evaluation, whose weights are those of its beginning. Collective."""
+        """Context of an evaluation with the weights at its beginning. Collective."""
         if self._whole is None:
             yield
             return
@@ -108,9 +108,9 @@ class OwnEvaluation:
 
 
 class Best:
-    """Watches a metric of the evaluations: `stop.watch`, or else `checkpoint.best`. With neither it does nothing.
+    """Best value of an evaluated metric: `stop.watch`, or else `checkpoint.best`. Without either it does nothing.
 
-    value, step: of the best so far, and after which step it was. num_since: evaluations since then.
+    value, step: the best value so far, and its step. num_since: evaluations since then.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -132,7 +132,7 @@ class Best:
             self.num_since += 1
 
     def verdict(self) -> str | None:
-        """Why the training ends, if patience is at its end."""
+        """Reason for ending the training if patience is exhausted."""
         if self.patience is None or self.num_since < self.patience:
             return None
         was = f"{self.value:g} after step {self.step}" if self.step >= 0 else "not measured"
@@ -150,7 +150,7 @@ class Best:
         return {"metric": self.metric, "value": value, "step": self.step, "num_since": self.num_since}
 
     def load_state(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from `state`, unless another metric is watched now."""
+        """Continue from `state`, unless the metric is a different one."""
         if state and state["metric"] == self.metric:
             self.value = math.nan if state["value"] is None else state["value"]
             self.step, self.num_since = state["step"], state["num_since"]
@@ -162,7 +162,7 @@ KEPT_BYTES = 2**26  # a split up to this size per worker is read once and kept, 
 class Evaluations:
     """A run's evaluations.
 
-    metrics: what the last one measured; step: after which step that was, -1 before the first.
+    metrics: results of the last one; step: the step before it, -1 before the first.
     """
 
     def __init__(self, place: Place, input: Input, enter: Callable[[Phase], object], config: RunConfig) -> None:
@@ -173,7 +173,7 @@ class Evaluations:
         self._followed: str | None = None
 
     def prepare(self, job: TrainJob, setup: Setup) -> None:
-        """Evaluate this job from now on, with micro-batches of its size. Collective.
+        """Use this job and its micro-batch size for all further evaluations. Collective.
 
         Raises ConfigError for a split that does not exist, and for an `evaluate` that has no room under the strategy.
         """
@@ -191,7 +191,7 @@ class Evaluations:
         self._followed = _followed_metric(job, setup.schedule)
 
     def due(self, step: int, *, at_end: bool) -> list[Evaluator]:
-        """Evaluators of the splits to evaluate after `step`, without those that were evaluated after it already."""
+        """Evaluators of the splits to evaluate after `step`, without those already evaluated after it."""
         if not at_end and (self.every is None or step % self.every != 0):
             return []
         measured = {metric.partition("/")[0] for metric in self.metrics} if self.step == step else set()
@@ -219,7 +219,7 @@ class Evaluations:
         return EvaluationRecord(step, dict(self.metrics), time.perf_counter() - started)
 
     def follow(self) -> str | None:
-        """Let a learning rate that waits for evaluations follow the last one; what it has become, if it moved. Raises
+        """Let a learning rate that follows evaluations use the last one. Returns the new rate if it changed. Raises
         ConfigError if the evaluation lacks the metric."""
         if self._followed is None:
             return None
@@ -232,7 +232,7 @@ class Evaluations:
         return None if now == before else f"{self._followed} is on a plateau: learning rate {before:g} -> {now:g}"
 
     def check_target(self) -> None:
-        """Raise ConfigError if the target's metric is not among those that were measured."""
+        """Raise ConfigError if the target's metric was not measured."""
         if self.target is not None and self.target.metric not in self.metrics:
             raise unknown_metric("stop.at", str(self.target), self.metrics)
         if self.best.patience is not None and self.best.metric not in self.metrics:
@@ -316,8 +316,8 @@ class Evaluator:
                 totals["loss"] += self._whole.rest()
             own = self._own.sums(self.name, self._with_rows()) if self._own is not None else {}
             if taken := own.keys() & (totals.keys() | self._objects.names):
-                raise WorkloadError(
-                    f"evaluate()[{min(taken)!r}]", "there", "metrics() has the same name", "use another"
+                raise WorkloadError.problem(
+                    f"evaluate()[{min(taken)!r}]", "has the name of a result of metrics()", "use another"
                 )
             self.enter(Phase.COMMUNICATION)
             own.update((own_method(self.workload, "end_of_split") or dict)())
@@ -334,7 +334,7 @@ class Evaluator:
         return result
 
     def _aside(self) -> contextlib.AbstractContextManager[Any]:
-        """Context in which a placeholder is measured, for workloads that add up what they measure themselves."""
+        """Context for measuring a placeholder, for workloads that accumulate their own measurements."""
         aside = own_method(self.workload, "aside")
         return aside() if aside is not None else contextlib.nullcontext()
 
@@ -367,7 +367,7 @@ class Evaluator:
         return user_batch(self.workload, rows, self.place.device, dtype, gives_tuples=self.gives_tuples)
 
     def _with_rows(self) -> Iterator[Any]:
-        """This rank's batches as the workload takes them, without placeholders."""
+        """This rank's batches in the form of the workload, without placeholders."""
         for batch in self._batches():
             self.enter(Phase.EVALUATION)
             if batch.num_rows:
@@ -403,13 +403,13 @@ class Evaluator:
 
 
 def whole(batch: RankBatch) -> list[tuple[int, int]]:
-    """Where the one micro-batch of an evaluation's batch begins and ends; a placeholder is one, too."""
+    """Bounds of the single micro-batch of an evaluation's batch, also for a placeholder."""
     return [(0, rows_in(batch.columns))]
 
 
 def _followed_metric(job: TrainJob, schedule: Any) -> str | None:
-    """The metric that the learning rate follows; None if it follows none. Raises ConfigError or WorkloadError where it
-    cannot."""
+    """The metric that the learning rate follows; None if it follows none. Raises ConfigError or WorkloadError if that
+    is impossible."""
     if not hasattr(schedule, "follow_evaluation") or not schedule.plateaus:
         return None
     names = decisive_splits(job)
@@ -434,23 +434,23 @@ def decisive_splits(job: TrainJob) -> list[str]:
 
 
 def check_split(key: str, text: str, job: TrainJob) -> None:
-    """Raise ConfigError where `text`, the value of `key`, begins with a metric of no split that is evaluated."""
+    """Raise ConfigError if `text`, the value of `key`, names a metric of a split that is not evaluated."""
     names = decisive_splits(job)
     if text.partition("/")[0] not in names:
         raise unknown_metric(key, text, [f"{name}/loss" for name in names])
 
 
 def unknown_metric(key: str, text: str, known: Iterable[str]) -> ConfigError:
-    """The error for a setting that names another metric than these."""
+    """Error for a setting that names a metric other than these."""
     there_are = ", ".join(sorted(known)) or "no splits to evaluate"
-    return ConfigError(key, text, "no evaluation measures that", f"there are: {there_are}")
+    return ConfigError(key, text, "no evaluation measures this metric", f"there are: {there_are}")
 
 
 @contextlib.contextmanager
 def evaluation_mode(module: nn.Module, *, with_gradients: bool = False) -> Iterator[None]:
     """Evaluation mode, in general without gradients.
 
-    Each part gets its own mode back: a workload may keep frozen parts in eval.
+    Each module returns to its own mode afterwards: a workload may leave frozen parts in evaluation mode.
     """
     modes = [(part, part.training) for part in module.modules()]
     module.eval()

@@ -191,7 +191,7 @@ class _Look:
         return name in batch.missed
 
     def whether_it_is_a_sum(self, config: RunConfig) -> None:
-        """Raise WorkloadError if the loss is a mean, or depends on how a batch is cut without declaring it.
+        """Raise WorkloadError if the loss is a mean, or depends on the division of a batch without declaring it.
 
         Uses evaluation mode if the loss works there: dropout, and statistics of a batch, change with the rows and from
         pass to pass."""
@@ -221,14 +221,14 @@ class _Look:
 
     def _may_differ(self, found: list[tuple[float, float]] | None, config: RunConfig) -> bool:
         """Whether the loss of some rows is not the sum of those of their halves; on any rank, if ranks must act alike.
-        Never for one that may depend on it."""
+        Never for a loss that is declared to depend on it."""
         if getattr(self.workload, "depends_on_micro_batch", False):
             return False
         differs = found is not None and len(found) == 3 and apart(found[0], found[1], found[2], rounding_of(config))
         return bool(self.place.all_reduce_max([float(differs)])[0]) if self.ranks_agree else differs
 
     def _check_cut(self, found: list[tuple[float, float]], rounding: float, rows: int) -> None:
-        """Raise WorkloadError for a loss that depends on how a batch is cut: the workload's own error, if it has
+        """Raise WorkloadError for a loss that depends on the division of a batch: the workload's own error, if it has
         one."""
         if len(found) < 3 or not apart(found[0], found[1], found[2], rounding):
             return
@@ -334,7 +334,7 @@ def apart(whole: tuple[float, float], first: tuple[float, float], second: tuple[
 def in_words(
     whole: tuple[float, float], first: tuple[float, float], second: tuple[float, float], rows: tuple[int, int, int]
 ) -> str:
-    """Difference of the value of some rows from that of their halves, in words."""
+    """Difference of the value of some rows from that of their halves, as text."""
     halves = first[0] + second[0], first[1] + second[1]
     one, other = (total / count if count else math.nan for total, count in (whole, halves))
     by = f"{abs(other - one) / abs(one):.2g} of it apart" if one else f"{abs(other - one):.2g} apart"

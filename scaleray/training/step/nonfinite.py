@@ -15,8 +15,7 @@ MAX_SKIPPED_IN_A_ROW = 10  # with `skip`: a run that only skips is not training 
 
 
 def stops_at(taken: StepRecord, policy: str, look: Look) -> bool:
-    """Whether the run ends in good order after a step that was not finite. Raises NonFiniteLossError if the run
-    fails."""
+    """Whether the run stops normally after a step that was not finite. Raises NonFiniteLossError if the run fails."""
     if policy == "raise":
         rows = look(taken.step)
         advice = "Lower the learning rate, clip gradients (optimizer.clip_norm), or set on_nonfinite to skip or stop."
@@ -34,7 +33,7 @@ def stops_at(taken: StepRecord, policy: str, look: Look) -> bool:
 
 
 def verdict_of(taken: StepRecord, look: Look) -> str:
-    """Reason why a run has stopped in good order."""
+    """Reason why a run stopped after a non-finite step."""
     rows = look(taken.step)
     because = f": {rows.bad}" if rows is not None and rows.bad is not None else ""
     return f"stopped: {_what_was_nonfinite(taken)}{because}"

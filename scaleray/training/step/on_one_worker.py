@@ -85,7 +85,7 @@ def no_gradients_of_gradients(model: nn.Module, config: RunConfig) -> Iterator[N
 
 
 class Absent(torch.Tensor):
-    """A weight where it will be absent: it has a shape and a device, and refuses computation."""
+    """Placeholder for a weight that is on another worker: it has a shape and a device, and refuses computation."""
 
     path: str
     why: str

@@ -46,12 +46,12 @@ class OptimizerStep(Protocol):
     def launch(self, batch: RankBatch, *, num_rows: int, want_norm: bool, meets: bool = True) -> Launched:
         """Train on one global batch of `num_rows` rows, of which `batch` is this rank's part. Collective.
 
-        meets: whether ranks sum losses and signals; without, loss and count are this rank's and there are no signals.
+        meets: whether ranks sum losses and signals; otherwise loss and count are those of this rank, without signals.
         """
 
 
 class SeveralLosses:
-    """Replaces a TrainStep: has one for each loss, in the order of `losses()`."""
+    """Replacement for a TrainStep: contains one for each loss, in the order of `losses()`."""
 
     noise: NoiseMeter | None = None
 
@@ -237,6 +237,6 @@ def named(name: str) -> Iterator[None]:
 
 
 def train_step(workload: Any, setup: Setup, *args: Any, **options: Any) -> OptimizerStep:
-    """Object that takes a workload's steps; see TrainStep for the arguments."""
+    """Return the TrainStep or SeveralLosses of a workload; see TrainStep for the arguments."""
     kind = TrainStep if losses_of(workload) is None else SeveralLosses
     return kind(workload, setup, *args, **options)

@@ -1,6 +1,7 @@
 """One optimizer step: micro-batches, accumulation, one synchronisation, clipping, update.
 
-The gradient is the sum over all micro-batches and workers divided by the total count, whatever each worker counted.
+The gradient is the sum over all micro-batches and workers divided by the total count, so workers may have different
+counts.
 """
 
 from __future__ import annotations
@@ -36,33 +37,32 @@ from scaleray.training.step.whole_batch import WholeBatchLoss
 
 
 class Probe(Protocol):
-    """Looks at every step from inside, for checks; changes nothing.
+    """Observer of the inside of every step, for checks; it changes nothing.
 
     All ranks have the same one, so it may communicate.
     """
 
     def on_setup(self, setup: Setup) -> None:
-        """Look at the training when everything is built, and nothing has been trained yet."""
+        """Called once everything is built and before any training."""
 
     def on_batch(self, batch: RankBatch) -> None:
-        """Look at this rank's rows of the step that begins."""
+        """Called with this rank's rows when a step begins."""
 
     def on_gradients(self, correction: float) -> None:
-        """Look at gradients that are synchronised and unscaled, and not yet clipped; times `correction` they are what
-        is meant."""
+        """Called with synchronised, unscaled gradients before clipping; multiplied by `correction`, they are the mean
+        gradients."""
 
     def on_step(self, result: StepRecord, learning_rate: float) -> None:
-        """Look at the training after the optimizer has taken the step, with this learning rate in its first group."""
+        """Called after the optimizer's step, with the learning rate of its first group."""
 
 
 class TrainStep:
     """Runs optimizer steps for one worker. `gives_tuples`: the loss receives the columns as a tuple.
 
     signals: numbers of this rank that are summed over all ranks with each step; shapes: more of them, which are read
-    after the forward passes. before_update: called when the
-    optimizer is about to change parameters. on_halved: called with the recipe of smaller micro-batches after memory ran
-    out. ahead: steps that may be launched before the result of the first of them is read; with 0, the host may look at
-    numbers of the device in between.
+    after the forward passes. before_update: called when the optimizer is about to change parameters. on_halved: called
+    with the recipe of smaller micro-batches after memory ran out. ahead: steps that may be launched before the result
+    of the first one is read; with 0, the host may read numbers from the device in between.
     """
 
     def __init__(
@@ -102,8 +102,7 @@ class TrainStep:
 
     @property
     def count_per_row(self) -> float:
-        """Samples or tokens that count in a row of the last step; the loop gives the first one. Waits for the
-        device."""
+        """Counted samples or tokens per row of the last step; the loop sets the first value. Waits for the device."""
         return float(self._count_per_row)
 
     @count_per_row.setter
@@ -112,7 +111,7 @@ class TrainStep:
 
     @property
     def nonfinite_in_a_row(self) -> int:
-        """How many of the last steps were not finite on this rank. Waits for the device."""
+        """Number of successive non-finite steps on this rank, up to the last one. Waits for the device."""
         return int(self._nonfinite[1])
 
     @nonfinite_in_a_row.setter
@@ -120,7 +119,7 @@ class TrainStep:
         self._nonfinite = (0.0, value)
 
     def ends_like(self, other: TrainStep) -> None:
-        """Change nothing more where another one, whose step comes before, has ended the training."""
+        """Make no further change if an earlier loss of the same step has ended the training."""
         self._has_ended = other._has_ended
 
     def __call__(self, batch: RankBatch, *, num_rows: int, want_norm: bool, meets: bool = True) -> StepRecord:
@@ -130,7 +129,7 @@ class TrainStep:
     def launch(self, batch: RankBatch, *, num_rows: int, want_norm: bool, meets: bool = True) -> LaunchedStep:
         """Train on one global batch of `num_rows` rows, of which `batch` is this rank's part. Collective.
 
-        meets: whether ranks sum losses and signals; without, loss and count are this rank's and there are no signals.
+        meets: whether ranks sum losses and signals; otherwise loss and count are those of this rank, without signals.
         """
         setup, parallel = self.setup, self.setup.parallel
         self.enter(Phase.HOST)
@@ -186,7 +185,8 @@ class TrainStep:
         return launched
 
     def _meet(self, launched: LaunchedStep, loss_sum: Number, count: Number) -> None:
-        """Give a local step in which the ranks meet the loss and count of all, and what happened since. Collective."""
+        """Add the losses, counts and signals of all ranks to a local step that ends with a synchronisation.
+        Collective."""
         if self.place.world_size > 1:
             worst = together(self._nonfinite, self.place.device)
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
@@ -203,7 +203,7 @@ class TrainStep:
         self._nonfinite = (0.0, self._nonfinite[1])
 
     def _number(self, tensor: torch.Tensor) -> Number:
-        """A number that was computed. Where nothing is waited for, the host reads it at once."""
+        """A computed number; the host reads it immediately if it need not wait for it."""
         return tensor.item() if self._reads else tensor.detach().double()
 
     def _each(self, tensor: torch.Tensor) -> list[Number]:
@@ -213,8 +213,8 @@ class TrainStep:
     def _run_micro_batches(
         self, batch: RankBatch, *, num_rows: int, meets: bool, group: dist.ProcessGroup | None
     ) -> tuple[Number, Number]:
-        """Forward and backward of every micro-batch; leaves the totals of all ranks, where they meet, and returns the
-        sum of losses and the count of `group`, or of this rank."""
+        """Forward and backward of every micro-batch; stores the totals of all ranks if they synchronise, and returns
+        the sum of losses and the count of `group`, or of this rank."""
         setup, parallel = self.setup, self.setup.parallel
         # where passes communicate, a rank with a row less may need a placeholder more
         size, shares = self.recipe.micro_batch_size, self.place.data_parallel_size
@@ -276,8 +276,8 @@ class TrainStep:
         return self._each(sums)
 
     def _after_first_pass(self, whole: WholeBatchLoss, pieces: list[Any], *, most: int) -> list[Any]:
-        """The micro-batches after their first forward pass for a loss over the whole batch, then on the device; as they
-        are where a worker has one, and needs no second pass. Collective."""
+        """The micro-batches on the device, after a first forward pass for a loss over the whole batch. Unchanged for a
+        worker with one micro-batch, which needs no second pass. Collective."""
         # a step that may be repeated shares whether memory ran out before it gathers
         at_once = most == 1 and not self.back_off.is_on and getattr(self.workload, "collates_ahead", True)
         whole.begin(self.num_updates + 1, at_once=at_once)
@@ -303,8 +303,7 @@ class TrainStep:
         return self.workload.loss(model, batch)
 
     def _on_device(self, rows: Any, weight: int) -> MicroBatch:
-        """Move a micro-batch to the device, only when its turn comes, so that one micro-batch's rows are there at a
-        time."""
+        """Move each micro-batch to the device when it is needed, so that only one is there at a time."""
         if isinstance(rows, MicroBatch):
             return rows
         self.enter(Phase.COPY)
@@ -402,8 +401,8 @@ class TrainStep:
 
 
 def dense_part(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Gradient of a parameter, or the values of a sparse one, whose entries of one row are then added up: torch has no
-    norm of a list of sparse tensors, and values are changed in place."""
+    """Gradient of a parameter, or the coalesced values of a sparse one, to be changed in place: torch has no norm of a
+    list of sparse tensors."""
     gradient = parameter.grad
     assert gradient is not None
     if not gradient.is_sparse:

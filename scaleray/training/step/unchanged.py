@@ -20,7 +20,8 @@ def unchanged_model(workload: Any, module: nn.Module) -> Iterator[None]:
     """Context that restores parameters, buffers, modes and the workload's own state at its end.
 
     Copies are on the values' own devices: those of trained parameters take no more than gradients will. Frozen ones are
-    left out if they take more than that (the base of adapters); those that a loss moves, a teacher's, are as many."""
+    left out if they take more than that, as the base of adapters does; a teacher's, which a loss may change, take as
+    much."""
     trained = [p for p in module.parameters() if p.requires_grad]
     frozen = [p for p in module.parameters() if not p.requires_grad]
     kept = [*trained, *(frozen if _bytes(frozen) <= _bytes(trained) else [])]
@@ -37,7 +38,7 @@ def unchanged_model(workload: Any, module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchanged_buffers(workload: Any, module: nn.Module) -> Iterator[None]:
-    """Context like `unchanged_model`, except for parameters, which other code protects. Counters among the attributes
+    """Context like `unchanged_model`, except for parameters, which other code restores. Counters among the attributes
     of a module or of the workload, and modes, are restored as well.
     """
     buffers = [(part, name, b) for part in module.modules() for name, b in part._buffers.items() if b is not None]

@@ -40,7 +40,7 @@ class WholeCopy:
             raise ConfigError(
                 "fsdp.build_gib",
                 settings.build_gib,
-                f"{what} needs the whole model on each worker, which is larger than one",
+                f"{what} needs the whole model on each worker, and it is too large for one",
                 "measure in metrics(), whose passes all workers run together",
             )
         need, parallel = float(sum(sizes(self.setup.parallel.module).values())), self.setup.parallel
@@ -48,10 +48,9 @@ class WholeCopy:
             need = self.place.all_reduce([need])[0] / self.place.data_parallel_size
         lacking = need - _free_bytes(self.place)
         if self.place.all_reduce_max([lacking])[0] > 0:
-            raise WorkloadError(
+            raise WorkloadError.problem(
                 what,
-                f"on {self.place.world_size} workers that share out a model of {memory(need)}",
-                "its passes need the whole model on each worker, for which there is no room",
+                f"needs the whole model ({memory(need)}) on each of the {self.place.world_size} workers, without room",
                 "measure in metrics(), whose passes all workers run together, or use scaleray evaluate on a checkpoint",
             )
 

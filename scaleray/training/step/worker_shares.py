@@ -1,11 +1,11 @@
 """Shares of the global batch that follow the speed of each worker, measured while it trains.
 
-A worker's speed is samples over the seconds from the beginning of its step, input at hand, to its last gradient. Other
-workers cannot delay that: no worker communicates meanwhile, except that DDP makes a model's buffers equal before the
-first forward pass, after which the clock then starts. The rest is the worker's own: forward and backward passes of all
-its micro-batches, and their copies to the device. Limits: the optimizer's update, which is the same for all, is not
-included; on shared machines, reductions of other workers use some of the cores; and a workload that communicates in its
-own loss is measured with the wait.
+A worker's speed is samples divided by the seconds from the beginning of its step, when its input is ready, to its last
+gradient. Other workers cannot delay that: no worker communicates meanwhile, except that DDP makes a model's buffers
+equal before the first forward pass, after which the clock then starts. The rest is the worker's own: forward and
+backward passes of all its micro-batches, and their copies to the device. Limits: the optimizer's update, which is the
+same for all, is not included; on shared machines, reductions of other workers use some of the cores; and a workload
+that communicates in its own loss is measured with the wait.
 
 The fixed part of a micro-batch's time makes a speed depend on the share it was measured at. The shares still converge
 correctly: they are stable only when all workers finish together."""

@@ -120,8 +120,8 @@ class ModelLook:
             yield Finding(subject, GOOD if count else WRONG, text)
 
     def _cut(self, loss: Callable[[Any, Any], Any]) -> str:
-        """Whether the rows may be cut into micro-batches, in words: their loss is compared with that of their halves,
-        in evaluation mode, without dropout and batch statistics. Losses that may not be cut are refused earlier."""
+        """Whether the rows may be cut into micro-batches, as text: their loss is compared with that of their halves, in
+        evaluation mode, without dropout and batch statistics. Losses that may not be cut are refused earlier."""
         if has_batch_loss(self.job.workload):
             return "it is taken over the whole batch"
         rows = {name: values[: max(2, self.num_rows)] for name, values in self.batch.columns.items()}
@@ -350,10 +350,9 @@ class ModelLook:
         columns = {str(v.dtype): name for name, v in self.rows.items() if v.dtype.kind == "f"}
         kinds, given = (", ".join(f"{d} ({name})" for d, name in found.items()) for found in (model, columns))
         where = place_of(self.job.workload.build_model)
-        return WorkloadError(
+        return WorkloadError.problem(
             "the model",
-            f"of {kinds}, with columns of {given or 'no floating-point type'}",
-            f"they must be of one type: {first_line(cause)}",
+            f"has the types {kinds}, and columns have {given or 'no floating-point type'}: {first_line(cause)}",
             f"build it as float32 at {where} and set precision.dtype, or change the type in datasets()\n  {exc.hint}",
         )
 

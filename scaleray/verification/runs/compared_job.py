@@ -22,7 +22,7 @@ rounding."""
 
 
 def short_job(job: TrainJob, *, steps: int, precision: str | None = None) -> TrainJob:
-    """The first steps of a training, as they are in its full length, each with its gradient's norm.
+    """The first steps of a training of full length, each with its gradient's norm.
 
     precision: number format in place of the config's.
     """

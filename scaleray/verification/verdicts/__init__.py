@@ -1,1 +1,1 @@
-"""Verdicts on compared runs: promises of strategies, precision, rounding and causes."""
+"""Verdicts on compared runs: guarantees of strategies, precision, rounding and causes."""

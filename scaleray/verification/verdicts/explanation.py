@@ -1,5 +1,5 @@
-"""Reason why a variant differs from the training of one process: from their traces, from runs with a part removed from
-both, or from the decomposed gradient."""
+"""Reason why a variant differs from the training of one process. Found in their traces, in runs with a part removed, or
+in the decomposed gradient."""
 
 from __future__ import annotations
 

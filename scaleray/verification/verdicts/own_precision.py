@@ -1,9 +1,9 @@
-"""Check that a run in its own precision is as exact as its numbers allow, given the effect of rounding on one process.
+"""Check that a run in its own precision is as exact as its numbers allow.
 
 Every step starts from the same parameters, so that no difference grows: each was made in its own step. The measure is
 the distance of one process in this precision from one in float64; another order of the same sums may differ by a few
-times that, or by a rounding for each summed part. A gradient sent in fewer digits differs by far more, or its digits
-show it."""
+times that, or by a rounding for each summed part. A gradient sent in fewer digits differs by far more, or has visibly
+fewer digits."""
 
 from __future__ import annotations
 

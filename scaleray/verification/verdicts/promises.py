@@ -1,4 +1,4 @@
-"""Promises of each strategy about the training of one process, and whether a run has kept them.
+"""Guarantees of each strategy relative to the training of one process, and their check.
 
 Replicas that train apart do not equal one process. But their exchanges are linear: means, sums, mixtures. Signatures
 are linear, too, so a mean of tensors has the mean of their signatures, and every exchange can be recomputed from the
@@ -28,7 +28,7 @@ Law = Callable[[Trace, RunConfig], Iterator[tuple[int, np.ndarray]]]
 
 @dataclass(frozen=True)
 class Promise:
-    """Promise of a strategy about the training of one process."""
+    """Guarantee of a strategy relative to the training of one process."""
 
     is_exact: bool = True
     keeps: frozenset[str] = frozenset()
@@ -295,8 +295,8 @@ def _mass_lost(step: StepTrace, trace: Trace, bound: float) -> Divergence | None
 
 
 def _async_sgd(trace: Trace, config: RunConfig) -> Iterator[tuple[int, np.ndarray]]:
-    """Law of async_sgd: each worker has its own part of every update at once, and the others' sums of all steps up to
-    one at most `max_staleness` ago, the same for all of its parameters; in a meeting, all of them."""
+    """Law of async_sgd: each worker immediately has its own part of every update. It has the others' sums of all steps
+    up to one at most `max_staleness` ago, the same for all of its parameters; after a synchronisation, all of them."""
     base, own, others, met = np.zeros(0), np.zeros(0), [np.zeros(0)], 0
     for step in trace.steps:
         if step.replicas is None:
@@ -384,7 +384,7 @@ PROMISES = {
 
 
 def promise_of(strategy: str, config: RunConfig, world_size: int) -> Promise:
-    """Promise of a strategy under this config."""
+    """Guarantee of a strategy under this config."""
     if strategy not in PROMISES and config.compression.name != "none" and world_size > 1:
         return PROMISES["compression"]
     return PROMISES.get(strategy, Promise())

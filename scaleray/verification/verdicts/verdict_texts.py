@@ -119,7 +119,7 @@ def failure(exc: Exception, variant: Variant, probes: list[TraceProbe]) -> Misma
 
 
 def lost(exc: Exception) -> Mismatch:
-    """The mismatch of a variant whose group is lost with it: it hung, or a process died."""
+    """Mismatch of a variant that hung or ended a process, and so lost its group."""
     return Mismatch(0, "run", None, math.inf, Cause.FAILED, " ".join(text_of(exc).split()))
 
 
@@ -145,7 +145,7 @@ def judged(trace: Trace, key: Key) -> str:
 
 
 def handed_on_wrongly(trace: Trace, promise: Promise, config: RunConfig, bound: float) -> Found | None:
-    """The first final weights that are not the replicas' mean, if that is known."""
+    """The first of the final weights that is not the replicas' mean, if known."""
     last = trace.steps[-1].step if trace.steps else 0
     mean = promise.mean(trace, config, last) if last else None
     for position, name in enumerate(trace.names if mean is not None else ()):

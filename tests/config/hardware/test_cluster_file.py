@@ -88,8 +88,8 @@ def test_a_wrong_cluster_file_is_one_message(tmp_path, text, says):
     [
         ("", "all_reduce_perf"),
         ("hello", "all_reduce_perf"),
-        (NCCL_TESTS.replace("13.10", "6.55"), "the operation is another one"),
-        (NCCL_TESTS.replace("     sum", "    none"), "the operation is another one"),
+        (NCCL_TESTS.replace("13.10", "6.55"), "of another operation: run all_reduce_perf"),
+        (NCCL_TESTS.replace("     sum", "    none"), "of another operation: run all_reduce_perf"),
         ("ranks,nodes,bytes,seconds\n8,1,1e6", "four numbers"),
         ("ranks,nodes,bytes,seconds\n8,1,1e6,0", "positive"),
         ("ranks,nodes,bytes,seconds\n1,1,1e6,1", "two ranks"),

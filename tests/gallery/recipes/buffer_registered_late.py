@@ -4,7 +4,7 @@ import torch
 from recipe import Recipe, X, Y
 from torch import nn
 
-REFUSED = r"the buffer seen is new since step 1.*register it in build_model"
+REFUSED = r"the buffer seen was added at step 1.*register it in build_model"
 
 
 class Late(nn.Linear):

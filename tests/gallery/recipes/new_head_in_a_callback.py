@@ -3,7 +3,7 @@
 from recipe import Recipe, X, Y
 from torch import nn
 
-REFUSED = r"the parameter 2\.weight is another object since step 3"
+REFUSED = r"the parameter 2\.weight was replaced at step 3"
 
 
 class Change:

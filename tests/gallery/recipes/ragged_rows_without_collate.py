@@ -2,7 +2,7 @@
 
 from recipe import Recipe, X, Y
 
-REFUSED = "column x of the train data is ragged.*collate"
+REFUSED = "column x of the train data has rows of unequal length.*collate"
 
 
 class Workload(Recipe):

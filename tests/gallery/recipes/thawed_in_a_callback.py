@@ -3,7 +3,7 @@
 from recipe import Recipe, X, Y
 from torch import nn
 
-REFUSED = r"the parameter 0\.weight is trained from step 3 on, frozen before.*fine_tuning\.freeze"
+REFUSED = r"the parameter 0\.weight was frozen and is trained from step 3 on.*fine_tuning\.freeze"
 
 
 class Change:

@@ -3,7 +3,7 @@
 from recipe import Recipe, X, Y
 from torch import nn
 
-REFUSED = r"the parameter 0\.weight is trained from step \d on, frozen before"
+REFUSED = r"the parameter 0\.weight was frozen and is trained from step \d on"
 
 
 class Workload(Recipe):

@@ -107,7 +107,7 @@ class LateRagged(torch.utils.data.Dataset):
 
 def test_rows_that_turn_out_ragged_in_the_first_batch_are_refused_with_the_way_out():
     workload = without_collate(lambda self: {"train": LateRagged()})
-    with pytest.raises(DataError, match=r"column x of the data is ragged: rows of 2 to 3 values[^$]*Padding"):
+    with pytest.raises(DataError, match=r"column x of the data has rows of unequal length .2 to 3 values.[^$]*Padding"):
         train_alone(workload, {"seed": 0})
 
 

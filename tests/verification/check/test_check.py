@@ -43,7 +43,11 @@ def test_a_workload_without_a_mistake_is_ready_to_train():
         ("Mean", "loss", ["loss() at ", "wrong_workloads.py:", "a mean", "reduction='sum'"]),
         ("MeanMetric", "metrics", ["accuracy of metrics() at ", "wrong_workloads.py:", "is a mean"]),
         ("UnseenLabel", "extreme rows", ["column y of val", "3 (row 13)", "Target 3 is out of bounds"]),
-        ("Double", "loss", ["of float64 (2.bias), with columns of float32 (x)", "wrong_workloads.py:", "datasets()"]),
+        (
+            "Double",
+            "loss",
+            ["has the types float64 (2.bias), and columns have float32 (x)", "wrong_workloads.py:", "datasets()"],
+        ),
         ("Unrepeatable", "split train", ["transform() at ", "wrong_workloads.py:", "returns another column x"]),
         ("OtherModelEachTime", "build_model", ["wrong_workloads.py:", "gives another 2.bias from the same seed"]),
         ("InfiniteGradient", "gradients", ["NaN or infinite in", "square root at zero"]),
