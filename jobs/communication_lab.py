@@ -49,7 +49,7 @@ from scaleray.strategies import STRATEGIES
 from scaleray.strategies.compression import adaptive as adaptive_compression
 from scaleray.training import loop
 from scaleray.training.setup.job import TrainJob
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 BASELINE = "all-reduce"
 METHODS: dict[str, dict[str, Any]] = {
@@ -149,7 +149,7 @@ def run(
     return turns
 
 
-def train(place: Place, job: TrainJob, sources: Mapping[str, Source], slow_link: float | None) -> Turn:
+def train(place: RankContext, job: TrainJob, sources: Mapping[str, Source], slow_link: float | None) -> Turn:
     """One worker's part of one training. slow_link: Mbit/s."""
     torch.set_num_threads(1)
     messages: list[WorkerMessage] = []
@@ -162,7 +162,7 @@ def train(place: Place, job: TrainJob, sources: Mapping[str, Source], slow_link:
 class Traffic:
     """A probe that adds up what the collectives of a step send over this worker's link, and may wait as long as that lasts."""
 
-    def __init__(self, place: Place, config: RunConfig, bytes_per_s: float | None) -> None:
+    def __init__(self, place: RankContext, config: RunConfig, bytes_per_s: float | None) -> None:
         self.place, self.bytes_per_s = place, bytes_per_s
         self.has_hook = config.compression.name != "none"
         self.is_point_to_point = config.strategy.name in POINT_TO_POINT

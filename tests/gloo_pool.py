@@ -152,7 +152,7 @@ def _serve(rank: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from scaleray.training.setup.place import Place
+    from scaleray.training.setup.rank_context import RankContext
 
     torch.set_num_threads(1)
     gc.freeze()  # what is imported stays: every change of groups collects garbage, and need not walk through torch
@@ -177,7 +177,9 @@ def _serve(rank: int, pipe: Connection) -> None:
                 )
                 group = task.group
             _leave_subgroups()  # only now: all ranks have ended the last task
-            place = Place(rank, task.world_size, local_rank=rank, local_world_size=task.world_size, node=f"node {rank}")
+            place = RankContext(
+                rank, task.world_size, local_rank=rank, local_world_size=task.world_size, node=f"node {rank}"
+            )
             outcome = task.function(place, *task.args)
             pickle.dumps(outcome)
         except BaseException as exc:

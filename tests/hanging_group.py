@@ -90,7 +90,7 @@ def _serve(case: Callable[[int, int], None], rank: int, world_size: int, port: i
 
     from scaleray.training.health import flight_recorder, stall_watch
     from scaleray.training.health.worker_progress import Progress
-    from scaleray.training.setup.place import Place
+    from scaleray.training.setup.rank_context import RankContext
 
     torch.set_num_threads(1)
     os.environ[stall_watch.GROUP_VARIABLE] = GROUP
@@ -102,7 +102,7 @@ def _serve(case: Callable[[int, int], None], rank: int, world_size: int, port: i
         world_size=world_size,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
-    progress, place = Progress(), Place(rank, world_size, node="here")
+    progress, place = Progress(), RankContext(rank, world_size, node="here")
     progress.finish_step(7)
     progress.enter("forward")
     watch = stall_watch.StallWatch(

@@ -41,7 +41,7 @@ from scaleray.training import loop
 from scaleray.training.health.worker_progress import Progress
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import prepare
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.checkpointing import Checkpointing, Control
 from scaleray.training.step.step import TrainStep
 
@@ -227,7 +227,7 @@ class KillAt:
 
 
 def train(
-    place: Place,
+    place: RankContext,
     workload: Any,
     flags: Mapping[str, Any] | None = None,
     *,
@@ -247,7 +247,7 @@ def train(
 
 
 def train_job(
-    place: Place,
+    place: RankContext,
     job: TrainJob,
     sources: Mapping[str, Any],
     *,
@@ -285,7 +285,7 @@ def train_job(
     return Finished(messages, weights[FINAL_WEIGHTS], summary, weights[TRAINED_WEIGHTS])
 
 
-def brought_together(share: WeightShare, place: Place) -> dict[str, torch.Tensor]:
+def brought_together(share: WeightShare, place: RankContext) -> dict[str, torch.Tensor]:
     """All ranks' final weights on rank 0, in the model's order; nothing elsewhere."""
     if not share.layout:
         return share.tensors
@@ -298,7 +298,7 @@ def brought_together(share: WeightShare, place: Place) -> dict[str, torch.Tensor
 def train_alone(workload: Any, flags: Mapping[str, Any] | None = None, **options: Any) -> Finished:
     """One worker in this process, its global generators left as they were."""
     with same_generators():
-        return train(Place(), workload, flags, **options)
+        return train(RankContext(), workload, flags, **options)
 
 
 class same_generators:
@@ -316,7 +316,7 @@ class same_generators:
 class Stepper:
     """Steps of one rank, without the loop, so that a test can look between them. `stepper(1)` takes the first."""
 
-    def __init__(self, place: Place, workload: Any, flags: Mapping[str, Any]) -> None:
+    def __init__(self, place: RankContext, workload: Any, flags: Mapping[str, Any]) -> None:
         self.job, self.sources = make_job(workload, flags, world_size=place.world_size)
         self.place = place = replace(place, degrees=self.job.degrees)
         self.setup = prepare(self.job.workload, self.job.config, self.job.recipe, place)

@@ -14,7 +14,7 @@ from scaleray.data import Input, Part, Split, StepStream
 from scaleray.records.certificate import Outcome
 from scaleray.strategies import STRATEGIES
 from scaleray.training import loop
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.verification import variants as verification
 from scaleray.verification.variants import Assignment, Variant, short_job, verify_group
 
@@ -24,7 +24,7 @@ TRAINING_ON = [1]
 
 
 def judge(
-    place: Place,
+    place: RankContext,
     workload: Any,
     flags: dict[str, Any],
     accumulation: int = 1,
@@ -38,7 +38,7 @@ def judge(
 
 
 def judge_all(
-    place: Place,
+    place: RankContext,
     workload: Any,
     flags: dict[str, Any],
     accumulations: tuple[int, ...],
@@ -56,7 +56,7 @@ def judge_all(
 
 
 def judge_with(
-    place: Place, plant: Callable[[], Any], workload: Any, flags: Any = None, accumulation: int = 1
+    place: RankContext, plant: Callable[[], Any], workload: Any, flags: Any = None, accumulation: int = 1
 ) -> Outcome:
     """The same with a bug planted in every process; it must only strike where several ranks train."""
     with plant():
@@ -79,7 +79,7 @@ def knows_who_trains() -> Iterator[None]:
     """Keeps TRAINING_ON."""
     run = loop.run
 
-    def told(job: Any, place: Place, **kwargs: Any) -> Any:
+    def told(job: Any, place: RankContext, **kwargs: Any) -> Any:
         TRAINING_ON[0] = place.world_size
         try:
             return run(job, place, **kwargs)

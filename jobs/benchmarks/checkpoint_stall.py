@@ -35,7 +35,7 @@ from scaleray.launch.workers.gloo import UserCode, gloo_processes
 from scaleray.records.run_record import CheckpointRecord, StepRecord
 from scaleray.training import loop
 from scaleray.training.setup.job import TrainJob
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.checkpointing import Checkpointing
 
 WORLD_SIZE = 2
@@ -127,7 +127,7 @@ def make_job(workload: Layers, steps: int, **flags: Any) -> tuple[TrainJob, dict
     return TrainJob(config, recipe, workload, splits, time.time()), sources
 
 
-def train(place: Place, job: TrainJob, sources: Any, schedule: dict[int, str], folder: str) -> list[Any]:
+def train(place: RankContext, job: TrainJob, sources: Any, schedule: dict[int, str], folder: str) -> list[Any]:
     """One worker's run; the records of rank 0."""
     torch.set_num_threads(1)
     records: list[Any] = []

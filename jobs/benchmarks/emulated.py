@@ -39,7 +39,7 @@ from scaleray.launch.workers.gloo import GlooProcesses, UserCode, gloo_processes
 from scaleray.records.run_record import EventRecord, StepRecord
 from scaleray.training import loop
 from scaleray.training.setup.job import TrainJob
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 WIDTH = 16
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -49,7 +49,7 @@ Figures = dict[str, float]
 # overlap
 
 
-def overlap(place: Place, settings: dict[str, Any]) -> Figures:
+def overlap(place: RankContext, settings: dict[str, Any]) -> Figures:
     """Median time of a step under DDP, from 0.1 s of layers and nearly as much of transfers."""
     timeline, num_layers = Timeline(), 8
     timing = Timing(forward_s=0.004, jitter=0.1)  # 8 x (4 + 8) ms
@@ -76,7 +76,7 @@ def overlap(place: Place, settings: dict[str, Any]) -> Figures:
 # pipelines
 
 
-def bubble(place: Place, settings: dict[str, Any]) -> Figures:
+def bubble(place: RankContext, settings: dict[str, Any]) -> Figures:
     """Share of the stages' time that is idle, from the first pass of any to the last; median of steps."""
     num_micro = settings["num_micro"]
     timeline = Timeline()
@@ -125,7 +125,7 @@ class Emulated:
         return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"])
 
 
-def training(place: Place, settings: dict[str, Any]) -> Figures:
+def training(place: RankContext, settings: dict[str, Any]) -> Figures:
     """Median time of the steps after the last change of shares, and how long the fastest worker idled in them."""
     flags = {
         "workload.name": "emulated:Emulated",

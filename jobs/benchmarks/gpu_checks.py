@@ -44,7 +44,7 @@ from scaleray.records.run_record import CheckpointRecord, StepRecord
 from scaleray.strategies.contract.later import STEPS_AHEAD
 from scaleray.training import loop
 from scaleray.training.setup.job import TrainJob
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.step.step import TrainStep
 from scaleray.verification.variants import Assignment, Variant, verify_group
 from scaleray.verification.verification_plan import make_plan
@@ -86,7 +86,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Member(Place):
+class Member(RankContext):
     """A worker in a process group, which it has alone too: so that strategies wrap the model as among many."""
 
     @property
@@ -113,7 +113,7 @@ def join(task: Task, rank: int) -> Member:
 
 
 def make_job(
-    workload: Any, place: Place, strategy: str | None, flags: dict[str, Any]
+    workload: Any, place: RankContext, strategy: str | None, flags: dict[str, Any]
 ) -> tuple[TrainJob, dict[str, Any]]:
     """A training that neither evaluates nor saves. strategy: also for a worker alone."""
     config = load_config(
@@ -164,11 +164,11 @@ def certificate(task: Task, place: Member) -> dict[str, Any]:
     references: Any = {}
     if place.rank == 0:  # the certificate of the CPU: one process, whose trace is the reference of all others
         alone = Assignment(plan.reference, tuple(plan.groups[1]), question.allowed, box[0])
-        outcomes, references = verify_group(Place(), alone, {}, sources=sources)
+        outcomes, references = verify_group(RankContext(), alone, {}, sources=sources)
         found |= {o.strategy + f" x 1, {o.accumulation}": {"cpu": shown(o)} for o in outcomes}
     sizes = sorted({1, task.workers}) if task.device == "cuda" else [task.workers]
     for size in sizes:
-        here = Place(device=place.device) if size == 1 < task.workers else place
+        here = RankContext(device=place.device) if size == 1 < task.workers else place
         variants = plan.groups[size]
         if task.workers == 1:  # then strategies have a group of one, so that the device's collectives run at least
             variants = [*variants, *(in_a_group(v, name) for v in variants for name in IN_A_GROUP_OF_ONE)]

@@ -31,7 +31,7 @@ from scaleray.parallel import ring_attention
 from scaleray.records.run_record import StepRecord
 from scaleray.training import loop
 from scaleray.training.setup.job import TrainJob
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 ROWS, MICRO_BATCHES, BLOCKS, EXPERTS = 32, 4, 4, 4
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
@@ -104,7 +104,7 @@ def make_job(layout: str, mixture: bool, arguments: argparse.Namespace) -> tuple
     return TrainJob(config, recipe, workload, splits, time.time()), sources
 
 
-def train(place: Place, job: TrainJob, sources: Any) -> dict[str, Any]:
+def train(place: RankContext, job: TrainJob, sources: Any) -> dict[str, Any]:
     """One worker's run: seconds of its steps, and CPU seconds of all workers."""
     torch.set_num_threads(1)
     records: list[Any] = []
@@ -131,7 +131,7 @@ def alone(side: str) -> list[str]:
     return [prefix + word for word in side.removeprefix(prefix).split(" x ")] if " x " in side else []
 
 
-def ring(place: Place, side: str, rows: int, sleep_s: float) -> dict[str, float]:
+def ring(place: RankContext, side: str, rows: int, sleep_s: float) -> dict[str, float]:
     """Forward and backward pass of attention in a ring whose blocks also sleep, seconds; in turn: every transfer is waited for at once."""
     torch.set_num_threads(1)
     query = torch.randn(rows, 8, 512, 64, requires_grad=True)

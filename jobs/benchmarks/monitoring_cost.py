@@ -31,7 +31,7 @@ from scaleray.live.state.rank_series import rank_series
 from scaleray.records.published import RankSample
 from scaleray.training.profile.rank_samples import TOLD_EVERY_S, RankSamples
 from scaleray.training.ray_metrics import RayMetrics
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 AIM, STEP_S = 0.005, 0.008
 WARM_UP, BLOCK, LEFT_OUT = 80, 24, 4
@@ -121,7 +121,7 @@ def measured(triples: int) -> tuple[dict[str, list[float]], list[float], int, li
 
     profiler.RankSamples = Samples  # type: ignore[misc]
     toy = Watched(1100)
-    with_scaleray(toy, Place(), clips=False, steps=WARM_UP + (3 * triples + 1) * BLOCK)
+    with_scaleray(toy, RankContext(), clips=False, steps=WARM_UP + (3 * triples + 1) * BLOCK)
     switches.blocks = switches.blocks[: 3 * triples]
     times: dict[str, list[float]] = {kind: [] for kind in INTERVALS}
     for first, kind in switches.blocks:

@@ -31,7 +31,7 @@ from scaleray.launch.workers.gloo import UserCode, gloo_processes
 from scaleray.records.run_record import StepRecord, WorkerSummary
 from scaleray.training import loop
 from scaleray.training.setup.job import TrainJob
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.workload import load_workload
 
 EVERY = 4
@@ -85,7 +85,7 @@ def make_job(model: str, way: str, steps: int | None) -> tuple[TrainJob, dict[st
     return TrainJob(config, recipe, workload, splits, time.time()), sources
 
 
-def train(place: Place, job: TrainJob, sources: Any) -> list[Any]:
+def train(place: RankContext, job: TrainJob, sources: Any) -> list[Any]:
     """One worker's run; its steps and summary."""
     torch.set_num_threads(1)
     records: list[Any] = []

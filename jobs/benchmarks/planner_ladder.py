@@ -29,12 +29,12 @@ from scaleray.planner.answers.calibration import calibrate, calibrate_link
 from scaleray.planner.cost.layout import Layout
 from scaleray.planner.cost.step_time import step_time
 from scaleray.planner.models.block_counts import of_size
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 WIDTH = 64
 
 
-def ladder(place: Place, settings: dict[str, Any]) -> dict[str, float]:
+def ladder(place: RankContext, settings: dict[str, Any]) -> dict[str, float]:
     """Median time of a step of `layers` sleeping layers under DDP."""
     torch.set_num_threads(1)
     timing = Timing(forward_s=settings["forward_s"])

@@ -50,7 +50,7 @@ from scaleray.records.run_record import Say
 from scaleray.records.start import steady_time
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import prepare
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.step.evaluation import Evaluations
 
 
@@ -203,7 +203,7 @@ class Task:
     weights: Weights
 
 
-def evaluate_here(place: Place, task: Task, sources: Mapping[str, Source]) -> dict[str, float]:
+def evaluate_here(place: RankContext, task: Task, sources: Mapping[str, Source]) -> dict[str, float]:
     """One worker's part: returns the metrics of all workers together. Collective."""
     job = task.job
     setup = prepare(job.workload, job.config, job.recipe, place, is_resumed=True)
@@ -310,7 +310,7 @@ def _measured(
     config = task.job.config
     if local:
         if workers == 1:
-            return evaluate_here(Place(), task, sources)
+            return evaluate_here(RankContext(), task, sources)
         with gloo_processes(workers, code, timeout_s=config.scale.collective_timeout_s) as processes:
             found: dict[str, float] = processes.run(workers, evaluate_here, task, sources, workload=task.job.workload)
             return found

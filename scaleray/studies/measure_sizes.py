@@ -25,7 +25,7 @@ from scaleray.studies.subgroups import LOOPBACK, SubGroups
 from scaleray.studies.turn import AT_USUAL_SPEED, emit_to, take_turn
 from scaleray.training import loop
 from scaleray.training.setup.job import WITHOUT_FILES, TrainJob
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 # The noise scale of a rung of a ladder: over the first steps of its training, apart from the turns that are timed.
 #
@@ -33,7 +33,9 @@ from scaleray.training.setup.place import Place
 # by another method than the group. A training to the target measures as its config says.
 
 
-def measure_noise(job: TrainJob, place: Place, *, num_steps: int, sources: Sources, say: Say) -> NoiseCourse | None:
+def measure_noise(
+    job: TrainJob, place: RankContext, *, num_steps: int, sources: Sources, say: Say
+) -> NoiseCourse | None:
     """Train the first `num_steps` steps and measure the noise scale in each. Collective; rank 0's result is the
     group's. None if the training does not measure noise."""
     short = job.changed({"noise_scale.every_steps": 1}, first_steps=num_steps)  # its time does not count
@@ -135,7 +137,7 @@ def order_of_turns(rungs: Sequence[Rung], seed: int) -> list[tuple[int, Rung]]:
     return list(itertools.chain.from_iterable(rounds))
 
 
-def measure_sizes(place: Place, rungs: Sequence[Rung], seed: int, tell: Tell, sources: Sources) -> None:
+def measure_sizes(place: RankContext, rungs: Sequence[Rung], seed: int, tell: Tell, sources: Sources) -> None:
     """Take the missing measurements. Collective: every worker of the group calls it with the same sizes, and its
     default process group is destroyed. seed: of the order of turns. tell: called on the first worker with each result,
     and by every worker after a turn."""
@@ -192,7 +194,7 @@ def _rehearse(rung: Rung, groups: SubGroups, sources: Sources) -> int:
     return rung.steps_of_a_turn(float(groups.share(repr(step_time_s))))
 
 
-def train_to_target(job: TrainJob, place: Place, sources: Sources) -> list[ToTarget | NoiseCourse]:
+def train_to_target(job: TrainJob, place: RankContext, sources: Sources) -> list[ToTarget | NoiseCourse]:
     """Train until the config's target is reached, or to the end; return the cost, and the noise if the config measures
     it. Collective; rank 0's results are the group's."""
     target = job.config.stop.at

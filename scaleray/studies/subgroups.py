@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from scaleray.errors import PeerLostError
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.setup.stores import OwnedStore, open_store
 
 LOOPBACK = "127.0.0.1"
@@ -30,7 +30,7 @@ class SubGroups:
     timeout_s: timeout of a collective in any of the groups. host: address at which the others reach this worker's
     machine. Close it at the end, after which there is no default group."""
 
-    def __init__(self, place: Place, *, timeout_s: float, host: str = LOOPBACK) -> None:
+    def __init__(self, place: RankContext, *, timeout_s: float, host: str = LOOPBACK) -> None:
         self.place, self.timeout_s = place, timeout_s
         self._number = 0
         self._order = [0]
@@ -56,7 +56,7 @@ class SubGroups:
         return self.place.rank == self._order[0]
 
     @contextlib.contextmanager
-    def of(self, size: int) -> Iterator[Place | None]:
+    def of(self, size: int) -> Iterator[RankContext | None]:
         """Context of the first `size` workers, which get their place in a separate group; others get None and wait at
         the end. Collective over all workers. Raises PeerLostError if it failed on another worker."""
         self._number += 1
@@ -81,7 +81,7 @@ class SubGroups:
         leave_group()
         self._meet(name)
 
-    def _place(self, position: int, size: int) -> Place:
+    def _place(self, position: int, size: int) -> RankContext:
         nodes = [self._nodes[rank] for rank in self._order[:size]]
         node = nodes[position]
         return dataclasses.replace(

@@ -34,7 +34,7 @@ from scaleray.training import loop
 from scaleray.training.profile.used_memory import peak_since_reset, reset_peak
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.workload import built_model
 
 STATE_BYTES = 16  # bytes of a parameter with its gradient and two moments, in fp32
@@ -46,7 +46,13 @@ NUM_TRANSFERS = 7
 
 
 def take_turn(
-    job: TrainJob, place: Place, *, round: int, sources: Sources, say: Say, samples: list[RankSample] | None = None
+    job: TrainJob,
+    place: RankContext,
+    *,
+    round: int,
+    sources: Sources,
+    say: Say,
+    samples: list[RankSample] | None = None,
 ) -> Turn:
     """Train some steps and time them. Collective over the place's group; rank 0's result is the group's. samples:
     receives this worker's samples. In every second round the work without communication comes first, so that drift of
@@ -118,7 +124,7 @@ class _Starter(_Watcher):
         self.spent_s.append(time.perf_counter() - started)
 
 
-def _check_complete(job: TrainJob, place: Place, steps: Sequence[StepRecord], summary: WorkerSummary) -> None:
+def _check_complete(job: TrainJob, place: RankContext, steps: Sequence[StepRecord], summary: WorkerSummary) -> None:
     if place.rank == 0 and len(steps) < job.recipe.total_steps:
         raise RunFailedError(
             f"the training ended after {len(steps)} of {job.recipe.total_steps} steps: {summary.verdict}"
@@ -126,7 +132,7 @@ def _check_complete(job: TrainJob, place: Place, steps: Sequence[StepRecord], su
 
 
 def emit_to(
-    steps: list[StepRecord], say: Say, place: Place, samples: list[RankSample] | None = None
+    steps: list[StepRecord], say: Say, place: RankContext, samples: list[RankSample] | None = None
 ) -> Callable[[WorkerMessage], None]:
     """Function that collects a training's steps and forwards messages of its first worker. samples: receives this
     worker's samples."""
@@ -142,14 +148,14 @@ def emit_to(
     return emit
 
 
-def _step_alone(job: TrainJob, place: Place, sources: Sources) -> list[float] | None:
+def _step_alone(job: TrainJob, place: RankContext, sources: Sources) -> list[float] | None:
     """[mean, largest] over the workers of the seconds of a step's work without communication; medians over
     the steps. Collective."""
     if place.world_size == 1 or job.degrees.model > 1:
         return None
     if not _fits_whole(job, place):
         return None
-    own, mine = alone(job, place.rank), Place(device=place.device)
+    own, mine = alone(job, place.rank), RankContext(device=place.device)
     steps: list[StepRecord] = []
     starter = _Starter(place.device)
     with same_switches():
@@ -180,7 +186,7 @@ def alone(job: TrainJob, rank: int) -> TrainJob:
     return job.changed(settings, values=values, workers=1)
 
 
-def _fits_whole(job: TrainJob, place: Place) -> bool:
+def _fits_whole(job: TrainJob, place: RankContext) -> bool:
     """Whether every worker can hold a model that is sharded in the training. Collective."""
     if traits_of(job.recipe.strategy).sharding == "none":
         return True
@@ -195,7 +201,7 @@ def _fits_whole(job: TrainJob, place: Place) -> bool:
     return not place.all_reduce_max([float(parameters * STATE_BYTES > MOST_MEMORY * free)])[0]
 
 
-def _transfer_s(job: TrainJob, place: Place, sent_bytes: float) -> float | None:
+def _transfer_s(job: TrainJob, place: RankContext, sent_bytes: float) -> float | None:
     """Seconds for sending a step's gradients through the group in DDP's buckets, without any other work. Collective."""
     is_plain = job.recipe.strategy == "ddp" and job.config.compression.name == "none"
     (num_bytes,) = place.all_reduce_max([sent_bytes])

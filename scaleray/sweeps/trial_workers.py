@@ -37,7 +37,7 @@ from scaleray.training.health.stall_watch import StallWatch
 from scaleray.training.health.worker_progress import WATCHDOG_SHARE, Progress, Watchdog
 from scaleray.training.rank import HANG_EXIT_CODE
 from scaleray.training.setup.job import TrainJob
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.setup.stores import OwnedStore, StorePlace, open_store
 from scaleray.training.state.pausable_training import AskingCheckpointing, Decision, Ended, Paused, StepwiseTraining
 from scaleray.workload import no_exit
@@ -61,11 +61,11 @@ class Meeting:
 def train_rank(
     plan: SweepPlan,
     settings: Settings,
-    place: Place,
+    place: RankContext,
     meeting: Meeting | None,
     *,
     emit: Callable[[WorkerMessage], None],
-    make_checkpointing: Callable[[TrainJob, Place], AskingCheckpointing],
+    make_checkpointing: Callable[[TrainJob, RankContext], AskingCheckpointing],
     on_hang: Callable[[str], None],
 ) -> WorkerSummary:
     """Run one rank's part of a trial, from its process group to its last step."""
@@ -93,7 +93,9 @@ def train_rank(
             )
 
 
-def _stall_watch(progress: Progress, place: Place, meeting: Meeting | None, timeout_s: float) -> StallWatch | None:
+def _stall_watch(
+    progress: Progress, place: RankContext, meeting: Meeting | None, timeout_s: float
+) -> StallWatch | None:
     if meeting is None:
         return None
     path, group = meeting.watched
@@ -112,7 +114,7 @@ def fresh_job(plan: SweepPlan, settings: Settings) -> TrainJob:
 
 
 @contextlib.contextmanager
-def _process_group(place: Place, meeting: Meeting | None) -> Iterator[None]:
+def _process_group(place: RankContext, meeting: Meeting | None) -> Iterator[None]:
     if meeting is None:
         yield
         return
@@ -164,10 +166,12 @@ class TrialWorker:
 
         return ray.util.get_node_ip_address()
 
-    def train(self, settings: Settings, place: Place, meeting: Meeting, start_from: str | None) -> ScaleRayError | None:
+    def train(
+        self, settings: Settings, place: RankContext, meeting: Meeting, start_from: str | None
+    ) -> ScaleRayError | None:
         """Train to the end of the trial; return the error, if any."""
 
-        def make_checkpointing(job: TrainJob, place: Place) -> AskingCheckpointing:
+        def make_checkpointing(job: TrainJob, place: RankContext) -> AskingCheckpointing:
             return AskingCheckpointing(
                 job, place, start_from=start_from, emit=lambda message: None, ask=lambda step: Decision()
             )
@@ -334,10 +338,10 @@ class TrialGroup:
             watched=(self._path, f"trial-{secrets.token_hex(4)}"),
         )
 
-    def _places(self) -> list[Place]:
+    def _places(self) -> list[RankContext]:
         nodes = self._nodes
         return [
-            Place(
+            RankContext(
                 rank=rank,
                 world_size=len(nodes),
                 local_rank=nodes[:rank].count(node),

@@ -21,7 +21,7 @@ from scaleray.errors import WorkloadError
 from scaleray.records.run_record import Emit, EvaluationRecord, StepRecord
 from scaleray.training.logged import Logger
 from scaleray.training.setup.model_setup import Setup
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.step.evaluation import NamedSums
 
 SCALING = ("on_epoch_start", "on_step", "on_evaluation_start", "on_evaluation", "on_epoch_end")
@@ -34,7 +34,7 @@ class RunContext(Logger):
     MLflow: of the step in `on_step`, of the last evaluation elsewhere. rank, world_size: of this worker.
     """
 
-    def __init__(self, place: Place, emit: Emit, setup: Setup) -> None:
+    def __init__(self, place: RankContext, emit: Emit, setup: Setup) -> None:
         super().__init__(emit, is_kept=place.rank == 0)
         self.rank, self.world_size, self._place, self._setup = place.rank, place.world_size, place, setup
         self._sums = NamedSums(place)
@@ -89,7 +89,7 @@ class RunContext(Logger):
 class Callbacks:
     """Calls a workload's callbacks; without any it does nothing. emit: receives what they log."""
 
-    def __init__(self, workload: Any, place: Place, emit: Emit) -> None:
+    def __init__(self, workload: Any, place: RankContext, emit: Emit) -> None:
         self.place, self.emit = place, emit
         self.callbacks = callbacks_of(workload)
         self.context: RunContext | None = None

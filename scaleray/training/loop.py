@@ -34,7 +34,7 @@ from scaleray.training.profile.profiler import Profile
 from scaleray.training.setup.compilation import eagerly
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup, prepare
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.checkpointing import Checkpointing
 from scaleray.training.state.final_weights import SaveWeights, hand_on_weights
 from scaleray.training.state.items import PROGRESS
@@ -79,7 +79,7 @@ class CompilationWatch(Observer):
 
 def run(
     job: TrainJob,
-    place: Place,
+    place: RankContext,
     *,
     sources: Sources,
     emit: Emit,
@@ -112,7 +112,7 @@ class _Run:
     def __init__(
         self,
         job: TrainJob,
-        place: Place,
+        place: RankContext,
         sources: Sources,
         emit: Emit,
         save_weights: SaveWeights | None,

@@ -21,7 +21,7 @@ from scaleray.training import loop
 from scaleray.training.health.stall_watch import StallWatch
 from scaleray.training.health.worker_progress import HANG, WATCHDOG_SHARE, Progress, Watchdog
 from scaleray.training.setup.job import TrainJob
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.checkpointing import Checkpointing, Control
 from scaleray.training.state.weights import save_weights
 from scaleray.workload import no_exit
@@ -47,7 +47,7 @@ class Channel:
 
 def run_rank(
     job: TrainJob,
-    context: Place,
+    context: RankContext,
     channel: Channel,
     *,
     sources: Sources,

@@ -25,7 +25,7 @@ from scaleray.training.health.worker_progress import Tail, TailHandler
 from scaleray.training.rank import Channel, run_rank
 from scaleray.training.ray_metrics import RankPublisher
 from scaleray.training.setup.job import TrainJob
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.checkpointing import Control
 
 TAIL_LINES = 20
@@ -204,7 +204,7 @@ class Sender:
         return True
 
 
-def context_under_ray(*, uses_gpu: bool) -> Place:
+def context_under_ray(*, uses_gpu: bool) -> RankContext:
     """This process among Ray Train's workers; its GPU, if it uses one, becomes the current device."""
     import ray
     import ray.train.torch
@@ -213,7 +213,7 @@ def context_under_ray(*, uses_gpu: bool) -> Place:
     if uses_gpu:
         device = ray.train.torch.get_device()
         torch.cuda.set_device(device)
-    return Place(
+    return RankContext(
         rank=own.get_world_rank(),
         world_size=own.get_world_size(),
         local_rank=own.get_local_rank(),

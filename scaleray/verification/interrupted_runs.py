@@ -21,7 +21,7 @@ from scaleray.errors import WorkloadError
 from scaleray.records.certificate import ResumeOutcome
 from scaleray.training import loop
 from scaleray.training.setup.job import TrainJob
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.checkpointing import Checkpointing
 from scaleray.training.state.items import IN_WORDS, ITEMS
 from scaleray.training.state.training_state import TrainState
@@ -46,7 +46,7 @@ class Interruption:
     """Folder of the checkpoint, seen by all workers."""
 
 
-def verify_resume(place: Place, interruption: Interruption, *, sources: Sources) -> ResumeOutcome:
+def verify_resume(place: RankContext, interruption: Interruption, *, sources: Sources) -> ResumeOutcome:
     """Run the training whole, then interrupt and resume it. Collective over the place's group."""
     started = time.perf_counter()
     at = interruption.interrupt_at
@@ -138,7 +138,7 @@ class _Observed(Checkpointing):
         return self._state.digests()
 
 
-def _anywhere(place: Place, mine: list[str]) -> list[str]:
+def _anywhere(place: RankContext, mine: list[str]) -> list[str]:
     """Items that differ on any rank, in their order."""
     everyone = place.gathered(mine)
     return [item for item in ITEMS if any(item in theirs for theirs in everyone)]

@@ -16,7 +16,7 @@ from scaleray.data import Sources
 from scaleray.errors import CheckpointError, InitialisationError, NonFiniteLossError, UsageError, WorkloadError
 from scaleray.records.certificate import Comparison, Divergence, Outcome
 from scaleray.training import loop
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.verification.causes.cause_classes import Cause, Finding, Layout, from_traces
 from scaleray.verification.own_resume import resumed_wrongly
 from scaleray.verification.repeatable.dropout_masks import masks_broken
@@ -79,7 +79,12 @@ class Assignment:
 
 
 def verify_group(
-    place: Place, assignment: Assignment, references: References, *, sources: Sources, tell: Tell = lambda outcome: None
+    place: RankContext,
+    assignment: Assignment,
+    references: References,
+    *,
+    sources: Sources,
+    tell: Tell = lambda outcome: None,
 ) -> tuple[list[Outcome], References]:
     """Judge every variant. Collective over the place's group. New references are added to the given ones (rank 0).
 
@@ -89,7 +94,7 @@ def verify_group(
 
 class _Group:
     def __init__(
-        self, place: Place, assignment: Assignment, references: References, sources: Sources, tell: Tell
+        self, place: RankContext, assignment: Assignment, references: References, sources: Sources, tell: Tell
     ) -> None:
         self.place, self.assignment, self.sources, self.tell = place, assignment, sources, tell
         self.references, self.bound = references, assignment.bound

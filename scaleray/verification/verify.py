@@ -30,7 +30,7 @@ from scaleray.launch.workers.ray_train import fit_group
 from scaleray.launch.workers.telling import handing_over
 from scaleray.records.certificate import EqualityCertificate, Outcome, ResumeCertificate
 from scaleray.records.run_record import Say
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.verification.certificate import keep, largest_differences, make_certificate, recorded
 from scaleray.verification.preparation import Verification, prepared
 from scaleray.verification.printed_certificate import as_text
@@ -222,7 +222,7 @@ def _read(verification: Verification) -> dict[str, Source]:
 
 
 def verify_here(
-    place: Place, assignment: Assignment, references: References | None, sources: Mapping[str, Source], tell: Tell
+    place: RankContext, assignment: Assignment, references: References | None, sources: Mapping[str, Source], tell: Tell
 ) -> tuple[list[Outcome], References]:
     """One worker's part. It reads its rows itself, so that nothing but the training differs. references: only needed on
     rank 0."""

@@ -20,7 +20,7 @@ from scaleray.launch.workers.loaded_workload import ship_user_code
 from scaleray.launch.workers.ray_train import fit_group
 from scaleray.records.certificate import ResumeCertificate, ResumeOutcome
 from scaleray.records.run_record import Say
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.verification.certificate import common_facts, keep, recorded, with_reach
 from scaleray.verification.interrupted_runs import Interruption, interruption_job, verify_resume
 from scaleray.verification.preparation import Verification, prepared
@@ -142,7 +142,7 @@ def _outcomes(todo: list[Interruption], verification: Verification, path: str) -
             yield from fit_group(config, world_size, resumes_here, (group, read), storage_path=path, name="ray_verify")
 
 
-def resume_here(place: Place, interruption: Interruption, sources: dict[str, Source]) -> ResumeOutcome:
+def resume_here(place: RankContext, interruption: Interruption, sources: dict[str, Source]) -> ResumeOutcome:
     """One worker's part of one interruption. It reads its rows itself."""
     import torch
 
@@ -154,6 +154,6 @@ def resume_here(place: Place, interruption: Interruption, sources: dict[str, Sou
         torch.use_deterministic_algorithms(was_deterministic)
 
 
-def resumes_here(place: Place, group: list[Interruption], sources: dict[str, Source]) -> list[ResumeOutcome]:
+def resumes_here(place: RankContext, group: list[Interruption], sources: dict[str, Source]) -> list[ResumeOutcome]:
     """One worker's part of several interruptions."""
     return [resume_here(place, interruption, sources) for interruption in group]

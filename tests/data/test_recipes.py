@@ -8,7 +8,7 @@ import pytest
 from small_runs import job_of, relative_differences, same_generators, train_job
 
 from scaleray.config import load_config
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.workload import load_workload
 
 RECIPES = Path(__file__).parent.parent.parent / "jobs" / "recipes"
@@ -26,7 +26,7 @@ def run(place, name, **flags):
 
 def alone(name, **flags):
     with same_generators():
-        return run(Place(), name, **flags)
+        return run(RankContext(), name, **flags)
 
 
 def run_with(place, name, flags):

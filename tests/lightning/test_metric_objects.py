@@ -12,7 +12,7 @@ from small_runs import same_generators, train
 from scaleray.errors import WorkloadError
 from scaleray.lightning import as_workload
 from scaleray.records.run_record import LoggedMetrics
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 FLAGS_OF = {**FLAGS, "stop.after": "16 steps", "evaluation.every": "1 epoch"}
 
@@ -125,18 +125,18 @@ RESUMED = {"checkpoint.every": "5 steps", "deterministic": True, "precision.dtyp
 
 def test_a_run_resumed_in_the_middle_of_an_epoch_logs_what_the_whole_one_does(tmp_path):
     """Killed after step 12 of epochs of 8 steps, it goes on after step 10 with what steps 9 and 10 have added up."""
-    _, whole = measured_again(Place(), RESUMED)
-    measured_again(Place(), RESUMED, str(tmp_path), 12)
-    _, again = measured_again(Place(), RESUMED, str(tmp_path))
+    _, whole = measured_again(RankContext(), RESUMED)
+    measured_again(RankContext(), RESUMED, str(tmp_path), 12)
+    _, again = measured_again(RankContext(), RESUMED, str(tmp_path))
     of_epochs = {key: value for key, value in whole.items() if key[0] > 10}
     assert of_epochs == again and {"train/acc_epoch", "train/seen_epoch"} <= {name for _, name in again}
 
 
 def test_another_number_of_workers_goes_on_with_what_all_have_added_up(gloo, tmp_path):
     """But for a mean of means, which begins anew and says so."""
-    _, whole = measured_again(Place(), RESUMED)
+    _, whole = measured_again(RankContext(), RESUMED)
     gloo.run(2, measured_again, RESUMED, str(tmp_path), 12)
-    _, again, events = measured_again(Place(), RESUMED, str(tmp_path), with_events=True)
+    _, again, events = measured_again(RankContext(), RESUMED, str(tmp_path), with_events=True)
     assert again[16, "train/acc_epoch"] == pytest.approx(whole[16, "train/acc_epoch"], rel=1e-6)
     assert again[16, "train/seen_epoch"] != pytest.approx(whole[16, "train/seen_epoch"], rel=1e-6)
     assert len([event for event in events if "seen: the workers' states cannot be added" in event]) == 1

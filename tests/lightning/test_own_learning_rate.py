@@ -13,7 +13,7 @@ from scaleray.errors import ConfigError
 from scaleray.launch.run import train as run
 from scaleray.lightning import as_workload
 from scaleray.records.run_record import DerivedRecord
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 OWN_RATE = 0.05
 
@@ -70,7 +70,7 @@ def in_sweep(module, rate, **args):
     """One trial of a sweep over learning rates."""
     job, sources = make_job(as_workload(module, Data)(**args), {**FLAGS, RATE: rate})
     with same_generators():
-        return train_job(Place(), dataclasses.replace(job, varied=(RATE,)), sources)
+        return train_job(RankContext(), dataclasses.replace(job, varied=(RATE,)), sources)
 
 
 @pytest.mark.parametrize("module", [Plain, ByAttribute])

@@ -31,7 +31,7 @@ from scaleray.errors import WorkloadError
 from scaleray.strategies import STRATEGIES
 from scaleray.strategies.tensor import HOOKS
 from scaleray.training.setup.model_setup import prepare
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.verification.variants import PROMISES
 
 FOR_MANY = sorted(set(STRATEGIES) - {"single"})
@@ -280,7 +280,7 @@ class NotAModel(Classify):
 def test_a_model_that_cannot_be_trained_is_refused_with_the_reason(workload, says, strategy):
     job, sources = make_job(workload())
     with pytest.raises(WorkloadError, match=says):
-        train_job(Place(), with_strategy(job, strategy), sources)
+        train_job(RankContext(), with_strategy(job, strategy), sources)
 
 
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))

@@ -30,7 +30,7 @@ from scaleray.errors import ConfigError, InitialisationError, WorkloadError
 from scaleray.records.text.units import GIB
 from scaleray.strategies import fsdp
 from scaleray.training.setup.model_setup import prepare
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.step.step import TrainStep
 
 FSDP = {"strategy.name": "fsdp"}
@@ -293,7 +293,7 @@ def test_buffers_follow_rank_0_after_every_step(gloo):
     assert all(torch.equal(first[name], second[name]) for name in first)
     with same_generators():
         job, _ = make_job(WithBatchNorm(), {})
-        model = prepare(job.workload, job.config, job.recipe, Place()).parallel.module
+        model = prepare(job.workload, job.config, job.recipe, RankContext()).parallel.module
     model(torch.from_numpy(x).double())
     assert torch.allclose(first["1.running_mean"], dict(model.named_buffers())["1.running_mean"], rtol=1e-12)
 

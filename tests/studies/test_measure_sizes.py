@@ -15,7 +15,7 @@ from scaleray.records.study_record import NoiseCourse, ToTarget, Turn
 from scaleray.studies.measure_sizes import Rung, measure_sizes, order_of_turns
 from scaleray.studies.subgroups import SubGroups
 from scaleray.studies.turn import AT_USUAL_SPEED, alone
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 SHORT = {"steps": 4, "seconds": 0.0}
 
@@ -71,7 +71,7 @@ def in_pool(place, function, *args):
 
 
 def visit(place):
-    groups = SubGroups(Place(place.rank, place.world_size, node=f"node {place.rank % 2}"), timeout_s=60)
+    groups = SubGroups(RankContext(place.rank, place.world_size, node=f"node {place.rank % 2}"), timeout_s=60)
     seen = []
     for size in (2, 1, 3, 2):
         with groups.of(size) as mine:

@@ -34,7 +34,7 @@ from scaleray.config import load_config
 from scaleray.config.recipe.lr_rules import learning_rate_factor
 from scaleray.errors import ConfigError, DataError, NonFiniteLossError, RunFailedError, ScaleRayError, WorkloadError
 from scaleray.records.run_record import SystemRecord
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.workload import load_workload
 
 ROOT = Path(__file__).parents[2]
@@ -440,7 +440,7 @@ def test_an_error_of_the_source_arrives_as_it_is():
 
     sources["train"].read = read_until
     with same_generators(), pytest.raises(DataError, match="row 40"):
-        train_job(Place(), job, sources)
+        train_job(RankContext(), job, sources)
 
 
 def test_a_model_that_fails_to_build_shows_the_users_line():
@@ -490,8 +490,8 @@ def test_system_metrics_are_sampled_by_the_first_worker_of_a_node(monkeypatch):
     clock = SimpleNamespace(time=time.time, perf_counter=time.perf_counter, monotonic=itertools.count(0, 10).__next__)
     monkeypatch.setattr("scaleray.training.health.reporter.time", clock)  # ten seconds later each time it is asked
     with same_generators():
-        finished = train(Place(), Classify(), {"tracking.system_metrics": True})
-        silent = train(Place(local_rank=1), Classify(), {"tracking.system_metrics": True})
+        finished = train(RankContext(), Classify(), {"tracking.system_metrics": True})
+        silent = train(RankContext(local_rank=1), Classify(), {"tracking.system_metrics": True})
     samples = [message for message in finished.messages if isinstance(message, SystemRecord)]
     assert len(samples) == 8
     assert {"cpu_utilization_percentage", "system_memory_usage_megabytes"} <= set(samples[-1].metrics)
@@ -544,7 +544,7 @@ def test_digits_reaches_97_percent_on_images_it_has_not_seen():
     config = load_config(ROOT / "jobs/digits.yaml", environ={})
     job, sources = job_of(config, load_workload("jobs/digits.py:Digits", {}, base_dir=ROOT))
     with same_generators():
-        finished = train_job(Place(), job, sources)
+        finished = train_job(RankContext(), job, sources)
     assert finished.evaluations[-1].metrics["test/accuracy"] >= 0.97
 
 
@@ -588,7 +588,7 @@ class Ends(Classify):
 def test_an_exit_in_user_code_is_an_error_wherever_it_stands(where):
     workload = type("EndsThere", (Ends,), {"where": where})()
     if not where:
-        assert train(Place(), workload, {"stop.after": "1 epoch"}).summary.steps == 2
+        assert train(RankContext(), workload, {"stop.after": "1 epoch"}).summary.steps == 2
         return
     with pytest.raises(WorkloadError, match=r"sys\.exit\(0\)|SystemExit: 0"):
-        train(Place(), workload, {"stop.after": "1 epoch"})
+        train(RankContext(), workload, {"stop.after": "1 epoch"})

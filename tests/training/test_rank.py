@@ -11,7 +11,7 @@ import sys, time
 from small_runs import Classify, make_job
 from scaleray.records.wishes import Wish
 from scaleray.training import rank
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 class Hangs(Classify):
     calls = 0
@@ -30,7 +30,7 @@ rank.BEAT_S = 0.05
 job, sources = make_job(Hangs(), {{"scale.collective_timeout_s": 0.5, "stop.after": "6 steps"}}, world_size=1)
 channel = rank.Channel(lambda message: None, beat, flush=lambda: print("flushed", flush=True))
 options = {{"sources": sources, "run_path": sys.argv[1], "facts": {{}}, "tail": ["its last line"]}}
-rank.run_rank(job, Place(), channel, ends_hangs={ends_hangs}, **options)
+rank.run_rank(job, RankContext(), channel, ends_hangs={ends_hangs}, **options)
 """
 
 

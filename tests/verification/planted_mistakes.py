@@ -25,7 +25,7 @@ from verified import knows_who_trains
 from scaleray.config import load_config
 from scaleray.data import as_source
 from scaleray.records.certificate import Outcome
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.verification.variants import Assignment, verify_group
 from scaleray.verification.verification_plan import make_plan
 from scaleray.verification.verify_options import VerifyOptions
@@ -37,14 +37,18 @@ FLAGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def judge_planted(place: Place, name: str, *, steps: int = STEPS, accumulation: Sequence[int] = ()) -> list[Outcome]:
+def judge_planted(
+    place: RankContext, name: str, *, steps: int = STEPS, accumulation: Sequence[int] = ()
+) -> list[Outcome]:
     """What verify says about a mistake's variants, on the ranks of a group: with the defaults of the command, and the
     config that the mistake concerns."""
     with knows_who_trains(), PLANTED[name].plant():
         return judge(place, PLANTED[name], steps=steps, accumulation=accumulation)
 
 
-def judge(place: Place, mistake: Planted, *, steps: int = STEPS, accumulation: Sequence[int] = ()) -> list[Outcome]:
+def judge(
+    place: RankContext, mistake: Planted, *, steps: int = STEPS, accumulation: Sequence[int] = ()
+) -> list[Outcome]:
     """The same without the mistake."""
     workload = mistake.workload()
     config = load_config(flags={**FLAGS, **mistake.flags}, environ={})
@@ -55,7 +59,7 @@ def judge(place: Place, mistake: Planted, *, steps: int = STEPS, accumulation: S
     return verify_group(place, assignment, {}, sources=sources)[0]
 
 
-def judge_sound(place: Place, name: str) -> list[Outcome]:
+def judge_sound(place: RankContext, name: str) -> list[Outcome]:
     """What verify says where the mistake is not made."""
     return judge(place, PLANTED[name])
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from small_runs import Classify, Place, Tokens, make_job, same_generators
+from small_runs import Classify, RankContext, Tokens, make_job, same_generators
 from test_resume import FLAGS, Everything, WithState
 
 from scaleray import Workload
@@ -69,7 +69,7 @@ class Renumbered:
     ],
 )
 def test_a_good_resume_is_bit_identical(tmp_path, flags):
-    outcome = check(Place(), Everything(), tmp_path, flags)
+    outcome = check(RankContext(), Everything(), tmp_path, flags)
     assert outcome.is_equal and outcome.guilty == []
     assert outcome.comparison.largest == 0.0
 
@@ -168,7 +168,7 @@ def without(item):
     ],
 )
 def test_state_that_is_left_out_is_named(tmp_path, item, words, first):
-    outcome = check(Place(), Everything(), tmp_path, plant=without(item))
+    outcome = check(RankContext(), Everything(), tmp_path, plant=without(item))
     assert not outcome.is_equal
     assert outcome.guilty == [words]
     assert outcome.comparison.divergence.step == first
@@ -176,22 +176,24 @@ def test_state_that_is_left_out_is_named(tmp_path, item, words, first):
 
 def test_a_loss_scaler_that_is_left_out_is_named(tmp_path):
     flags = {"precision.dtype": "fp16", "precision.initial_loss_scale": 2.0**40}  # it is lowered in the first steps
-    outcome = check(Place(), Everything(), tmp_path, flags, plant=without("scaler"))
+    outcome = check(RankContext(), Everything(), tmp_path, flags, plant=without("scaler"))
     assert outcome.guilty == ["loss scaler"] and not outcome.is_equal
 
 
 def test_the_loops_own_counters_that_are_left_out_are_named(tmp_path):
-    outcome = check(Place(), Tokens(num_rows=60), tmp_path, {"precision.dtype": "fp32"}, plant=without("progress"))
+    outcome = check(
+        RankContext(), Tokens(num_rows=60), tmp_path, {"precision.dtype": "fp32"}, plant=without("progress")
+    )
     assert outcome.guilty == ["progress of the loop"] and not outcome.is_equal
 
 
 def test_a_workloads_state_that_is_left_out_is_named(tmp_path):
-    outcome = check(Place(), WithState(), tmp_path, plant=without("workload"))
+    outcome = check(RankContext(), WithState(), tmp_path, plant=without("workload"))
     assert outcome.guilty == ["the workload's own state"] and not outcome.is_equal
 
 
 def test_a_wrong_data_position_is_named(tmp_path):
-    outcome = check(Place(), Classify(num_rows=200), tmp_path, shift=1)
+    outcome = check(RankContext(), Classify(num_rows=200), tmp_path, shift=1)
     assert outcome.guilty == [DATA_POSITION] and not outcome.is_equal
     assert (outcome.comparison.divergence.step, outcome.comparison.divergence.quantity) == (6, "rows")
 

@@ -17,7 +17,7 @@ from scaleray.common.seeding import seed_everything, stream_seed
 from scaleray.errors import InitialisationError
 from scaleray.strategies import STRATEGIES, Parallel
 from scaleray.training.setup.model_setup import prepare
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 # streams
 
@@ -130,7 +130,7 @@ def test_the_same_seed_builds_the_same_model_without_any_broadcast(gloo):
     hashes = gloo.run(4, start, Classify(), None)
     assert len(set(hashes)) == 1
     with same_generators():
-        assert hashes[0] == start(Place(), Classify(), "single")
+        assert hashes[0] == start(RankContext(), Classify(), "single")
 
 
 def digests_taken(place, flags):
@@ -145,7 +145,7 @@ def digests_taken(place, flags):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1"])
 def test_each_tensor_is_hashed_once_at_a_start_and_every_strategy_says_the_same(gloo, strategy):
     with same_generators():
-        alone, _, _ = digests_taken(Place(), {})
+        alone, _, _ = digests_taken(RankContext(), {})
     for found, taken, tensors in gloo.run(2, digests_taken, {"strategy.name": strategy}):
         assert found == alone and taken == tensors
 

@@ -15,7 +15,7 @@ from scaleray.config import load_config
 from scaleray.data import load_sources
 from scaleray.errors import ConfigError, PeerLostError, RunFailedError
 from scaleray.launch.workers.gloo import OnFirst, UserCode, gloo_processes
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.verification.variants import Assignment, verify_group
 from scaleray.verification.verdicts.verdict_texts import without_statistics
 from scaleray.verification.verification_plan import course, default_world_sizes, make_plan
@@ -58,7 +58,9 @@ def test_patience_and_a_target_are_no_part_of_the_compared_steps(tmp_path):
     made = make_plan(config(tmp_path, **ends), VerifyOptions("all", steps=3, world_sizes=[1]), workload, sources)
     for job in (made.reference.job, made.reference.own, made.reference.later):
         assert (job.config.stop.patience, job.config.stop.watch, job.config.stop.at) == (None, None, None)
-    outcomes, _ = verify_group(Place(), Assignment(made.reference, tuple(made.groups[1]), 1e-9), {}, sources=sources)
+    outcomes, _ = verify_group(
+        RankContext(), Assignment(made.reference, tuple(made.groups[1]), 1e-9), {}, sources=sources
+    )
     assert {outcome.verdict for outcome in outcomes} == {"equal"}, outcomes
 
 
@@ -69,7 +71,9 @@ def test_a_model_with_dropout_is_equal_on_one_worker_that_goes_on_from_the_refer
     made = make_plan(
         config(tmp_path), VerifyOptions("all", steps=4, world_sizes=[1], accumulation=[1, 2]), workload, sources
     )
-    outcomes, _ = verify_group(Place(), Assignment(made.reference, tuple(made.groups[1]), 1e-9), {}, sources=sources)
+    outcomes, _ = verify_group(
+        RankContext(), Assignment(made.reference, tuple(made.groups[1]), 1e-9), {}, sources=sources
+    )
     assert [outcome.verdict for outcome in outcomes] == ["equal", "equal"], outcomes
     assert all("dropout off" in outcome.words for outcome in outcomes)
 

@@ -22,7 +22,7 @@ from scaleray.emulation import EmulatedLayer, EmulatedLink, Timing
 from scaleray.profiling.verdict.findings import Limit
 from scaleray.records.phases import Phase
 from scaleray.strategies import ddp
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.step import micro_batches
 
 WIDTH, BATCH, STEPS, EVERY = 32, 8, 36, 5
@@ -254,7 +254,7 @@ class Waits(Callback):
 
 
 @contextlib.contextmanager
-def planted_around(planted: Planted, place: Place) -> Iterator[None]:
+def planted_around(planted: Planted, place: RankContext) -> Iterator[None]:
     """What is planted outside the model: in every optimizer, in the garbage collector, in DDP's link."""
     undo: list[Callable[[], None]] = []
     if planted.name == "straggler in optimizer":

@@ -48,7 +48,7 @@ from scaleray.records.profile_record import RunProfile
 from scaleray.records.run_record import WorkerSummary
 from scaleray.training import loop
 from scaleray.training.setup.job import TrainJob
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.checkpointing import Checkpointing
 
 WARM_UP = {
@@ -158,7 +158,7 @@ def step_time(result: dict[str, Any]) -> float:
     return statistics.fmean(statistics.fmean(one[FIRST_STEPS:]) for one in series)
 
 
-def training(place: Place, settings: dict[str, Any]) -> dict[str, Any]:
+def training(place: RankContext, settings: dict[str, Any]) -> dict[str, Any]:
     """One training; what all ranks measured of it, on rank 0."""
     torch.set_num_threads(1)
     planted = Planted(settings, place.rank)

@@ -28,7 +28,7 @@ from scaleray.data.sources import TokenSource
 from scaleray.records.run_record import EventRecord, StepRecord, WorkerMessage
 from scaleray.training import loop
 from scaleray.training.setup.job import TrainJob
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.step.micro_batches import to_device
 from scaleray.workload import load_workload
 
@@ -94,7 +94,7 @@ class Task:
         return load_config(flags=flags, environ={})
 
 
-class GroupOfOne(Place):
+class GroupOfOne(RankContext):
     """One worker with a process group, so that a strategy can wrap the model as it would among many."""
 
     @property
@@ -145,7 +145,7 @@ def without_ray(task: Task, folder: str) -> dict[str, float]:
     source = workload.datasets()[TRAIN]
     assert isinstance(source, TokenSource)
     recipe = derive(config, DataSize(source.num_rows, source.tokens_per_row))
-    place = Place(device=device)
+    place = RankContext(device=device)
     if task.is_sharded:
         recipe, place = dataclasses.replace(recipe, strategy="fsdp"), GroupOfOne(device=device)
         _join_alone(device)

@@ -29,7 +29,7 @@ from scaleray.config.recipe.values import DataSize
 from scaleray.data import TRAIN, Split, as_source
 from scaleray.training import loop
 from scaleray.training.setup.job import TrainJob
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.checkpointing import Checkpointing
 
 WIDTH, NUM_CLASSES, ROWS = 64, 10, 4096
@@ -65,7 +65,7 @@ class Toy:
         return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"])
 
 
-def by_hand(workload: Toy, place: Place, *, clips: bool, steps: int) -> None:
+def by_hand(workload: Toy, place: RankContext, *, clips: bool, steps: int) -> None:
     """Forward, backward, clipping and fused AdamW on batches that are there already, and nothing else."""
     torch.manual_seed(0)
     model = inner = workload.build_model()
@@ -83,7 +83,7 @@ def by_hand(workload: Toy, place: Place, *, clips: bool, steps: int) -> None:
         optimizer.step()
 
 
-def with_scaleray(workload: Toy, place: Place, *, clips: bool, steps: int) -> None:
+def with_scaleray(workload: Toy, place: RankContext, *, clips: bool, steps: int) -> None:
     """The loop of a worker, with its checkpointing at hand, which has nothing to save."""
     flags: dict[str, Any] = {
         "workload.name": "steps:Toy",
@@ -124,7 +124,7 @@ def measured(workload: Toy, steps: int, warmup_steps: int) -> dict[str, Any]:
 def main() -> None:
     side, rank, world_size, meeting = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
-    place = Place(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
+    place = RankContext(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
     for line in sys.stdin:

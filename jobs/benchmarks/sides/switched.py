@@ -24,7 +24,7 @@ from scaleray.common.callbacks import Callback
 from scaleray.training import loop
 from scaleray.training.observer import Observers
 from scaleray.training.setup.model_setup import Setup
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 WARM_UP, BLOCK, LEFT_OUT = 80, 24, 4
 """Steps before the first block, in a block, and at the begin of each, which are not counted."""
@@ -116,7 +116,7 @@ def measured(toy: Switched, pairs: int) -> list[dict[str, Any]]:
 def main() -> None:
     rank, world_size, meeting, width, pairs = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
     torch.set_num_threads(1)
-    place = Place(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
+    place = RankContext(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
     toy = Switched(int(width))

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from scaleray.data import TRAIN
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.step import micro_batches
 
 STEPS = 60
@@ -36,7 +36,7 @@ def evaluate(planted: Planted, model: torch.nn.Module, rows: Rows) -> None:
             planted.loss(model, batch)
 
 
-def train(planted: Planted, place: Place) -> None:
+def train(planted: Planted, place: RankContext) -> None:
     """The loop."""
     rows = planted.datasets()
     model = DistributedDataParallel(planted.build_model(), bucket_cap_mb=LAYER_PARAMETERS * 4 / 2**20)
@@ -69,7 +69,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    place = Place(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
+    place = RankContext(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
     planted = Planted(json.loads(sys.argv[1]), rank)
     with planted_around(planted, place):
         train(planted, place)

@@ -14,7 +14,7 @@ from scaleray.clusters.doctor.node import NodeLook
 from scaleray.errors import first_line
 from scaleray.launch.workers.gloo import UserCode, gloo_processes
 from scaleray.records.doctor_record import AllReduceTime, Links
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 Measurements = tuple[list[AllReduceTime], Links]
 Trip = tuple[float, float, float]
@@ -94,7 +94,7 @@ class ThisMachine:
         return {}
 
 
-def _links(place: Place, seats: Seats) -> Measurements:
+def _links(place: RankContext, seats: Seats) -> Measurements:
     return measure_links(place.rank, seats)
 
 

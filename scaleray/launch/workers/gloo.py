@@ -27,7 +27,7 @@ from scaleray.errors import DataError, PeerLostError, RunFailedError, ScaleRayEr
 from scaleray.launch.workers.forks import PRELOADED, without_main
 from scaleray.launch.workers.hang_reports import with_explanation
 from scaleray.training.setup.job import TrainJob
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.setup.stores import OwnedStore, StorePlace, open_store
 from scaleray.workload import load_workload, no_exit
 
@@ -224,7 +224,7 @@ def _serve(rank: int, meeting: StorePlace, user_code: UserCode, pipe: Connection
                 dist.init_process_group(
                     "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
                 )
-            place = Place(rank, world_size, local_rank=rank, local_world_size=world_size)
+            place = RankContext(rank, world_size, local_rank=rank, local_world_size=world_size)
             with no_exit("the workload's code"), _watching(place, watch, timeout_s):
                 result = function(place, *args)
             message = (True, result if rank == 0 else None)
@@ -241,7 +241,7 @@ def _serve(rank: int, meeting: StorePlace, user_code: UserCode, pipe: Connection
 
 
 def _watching(
-    place: Place, watch: tuple[str, str] | None, timeout_s: float
+    place: RankContext, watch: tuple[str, str] | None, timeout_s: float
 ) -> contextlib.AbstractContextManager[object]:
     """Context in which this process's trainings are watched. watch: folder and name of the group."""
     if watch is None:

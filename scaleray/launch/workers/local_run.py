@@ -19,7 +19,7 @@ from scaleray.recording.recorder import Recorder
 from scaleray.records.run_record import Heartbeat, Show, WorkerMessage
 from scaleray.records.wishes import Wish
 from scaleray.training.setup.job import TrainJob
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 
 def run_here(
@@ -46,7 +46,7 @@ def run_here(
         return recorder.beat(heartbeat)
 
     recorder.alerts.show = lambda event: show([event])
-    context, control = Place(device=torch.device("cuda" if job.config.scale.gpus else "cpu")), Control()
+    context, control = RankContext(device=torch.device("cuda" if job.config.scale.gpus else "cpu")), Control()
     channel = Channel(send, beat, durable=recorder.durable)
     threads, was_deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     try:
@@ -91,7 +91,7 @@ def run_in_processes(
         processes.run(workers, _train, assignment, TELL, workload=None, on_message=take)
 
 
-def _train(context: Place, assignment: bytes, tell: Teller) -> None:
+def _train(context: RankContext, assignment: bytes, tell: Teller) -> None:
     """Main function of each process."""
     from scaleray.training.rank import Channel, run_rank
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from scaleray.errors import WorkloadError
 from scaleray.training.health.attributes import changed_attributes, marked_attributes, plain_attributes
 from scaleray.training.setup.model_setup import Setup
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 TRAINED_AT_FIRST = (
     "every worker, the optimizer and the checkpoints hold the parameters trained at the beginning",
@@ -43,7 +43,7 @@ MODE = "/training"
 class FixedModel:
     """The parameters of a model as the training was set up, and the shapes of its buffers."""
 
-    def __init__(self, setup: Setup, place: Place) -> None:
+    def __init__(self, setup: Setup, place: RankContext) -> None:
         self.module, self.place = setup.parallel.module, place
         self._is_part = bool(setup.parallel.parameter_names)  # each pipeline stage has buffers of its own
         self.averages_buffers = setup.parallel.replicas_differ

@@ -19,7 +19,7 @@ from scaleray.strategies.apart.in_flight_exchanges import BESIDE_TRAINING
 from scaleray.training.health import worker_progress as progress_of_process
 from scaleray.training.health.stall_watch import StallWatch
 from scaleray.training.health.worker_progress import WATCHDOG_SHARE, Progress
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 # How long a collective may take before it counts as lost: longer while the first step compiles than in all others.
 #
@@ -61,7 +61,7 @@ class GroupWatch:
 
     def __init__(
         self,
-        place: Place,
+        place: RankContext,
         run_path: str,
         group: str,
         *,

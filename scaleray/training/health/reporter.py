@@ -17,7 +17,7 @@ from scaleray.strategies.contract.parallel import Metrics, known
 from scaleray.training.health.system_metrics import SystemMetrics
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.workload import brings_optimizer, brings_schedule, own_method
 
 SHORTEST_SAMPLING_S = 5.0
@@ -31,7 +31,7 @@ class Reporter:
     def __init__(
         self,
         job: TrainJob,
-        place: Place,
+        place: RankContext,
         emit: Emit,
         *,
         step: Callable[[], int],

@@ -28,14 +28,14 @@ from scaleray.training.health import flight_recorder
 from scaleray.training.health.flight_recorder import entries_without_lines
 from scaleray.training.health.stack_file import StackFile, as_line, user_lines
 from scaleray.training.health.worker_progress import Progress
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 MOST_LINES = 60  # of a thread
 
 
 def rank_dump(
     progress: Progress,
-    place: Place,
+    place: RankContext,
     *,
     why: str,
     with_lines: bool,
@@ -108,7 +108,7 @@ class StallWatch:
     def __init__(
         self,
         progress: Progress,
-        place: Place,
+        place: RankContext,
         run_path: str,
         *,
         collective_timeout_s: float,

@@ -16,7 +16,7 @@ from scaleray.training.health.clock import Clock
 from scaleray.training.profile.used_memory import peak_bytes
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 
 class Ended(Protocol):
@@ -31,7 +31,7 @@ class Ended(Protocol):
 
 def summary_of(
     state: Ended,
-    place: Place,
+    place: RankContext,
     setup: Setup,
     clock: Clock,
     guard: Guard,

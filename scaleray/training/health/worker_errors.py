@@ -25,12 +25,12 @@ from scaleray.training.health.live_memory import is_out_of_memory
 from scaleray.training.health.worker_progress import COLLECTIVES, Progress
 from scaleray.training.setup.compilation import compile_error
 from scaleray.training.setup.job import TrainJob
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.workload import no_exit, user_traceback
 
 
 @contextlib.contextmanager
-def locating(now: Callable[[], tuple[TrainJob, int]], place: Place, progress: Progress) -> Iterator[None]:
+def locating(now: Callable[[], tuple[TrainJob, int]], place: RankContext, progress: Progress) -> Iterator[None]:
     """Context whose errors are raised as by `located`. now: returns the job and the number of its last step."""
     try:
         with no_exit("the workload's code"):
@@ -44,7 +44,7 @@ def locating(now: Callable[[], tuple[TrainJob, int]], place: Place, progress: Pr
 
 
 def located(
-    exc: Exception, place: Place, config: RunConfig, recipe: Recipe, *, step: int, steps_done: int
+    exc: Exception, place: RankContext, config: RunConfig, recipe: Recipe, *, step: int, steps_done: int
 ) -> Exception:
     """The error as the run should raise it: with rank, node and step, unless its text suffices for the user. step:
     number of complete steps. steps_done: steps of this process.

@@ -18,7 +18,7 @@ from scaleray.strategies.contract.numbers import Number
 from scaleray.strategies.contract.parallel import Parallel
 from scaleray.training.noise.noise_scale import Parts
 from scaleray.training.noise.preconditioning import OwnNorm, View, norm
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 NOTHING = Parts(0.0, 0.0, 0.0)
 SPOILED = Parts(math.nan, math.nan, math.nan)
@@ -84,7 +84,7 @@ class Workers:
     """Each worker's own gradient before it is combined with the others."""
 
     def __init__(
-        self, parallel: Parallel, parameters: Sequence[nn.Parameter], place: Place, view: View, look: Look
+        self, parallel: Parallel, parameters: Sequence[nn.Parameter], place: RankContext, view: View, look: Look
     ) -> None:
         self.parallel, self.place, self._look = parallel, place, look
         self._parameters, self._own = parameters, OwnNorm(view)
@@ -144,7 +144,7 @@ class FirstMicroBatch:
     """Gradient of a step's first micro-batch, read from the parameters before the second one adds to it."""
 
     def __init__(
-        self, parallel: Parallel, parameters: Sequence[nn.Parameter], place: Place, view: View, look: Look
+        self, parallel: Parallel, parameters: Sequence[nn.Parameter], place: RankContext, view: View, look: Look
     ) -> None:
         self.parallel, self.place, self._view, self._look = parallel, place, view, look
         self._parameters = parameters
@@ -260,7 +260,7 @@ def _part(square_times_count: float, count: float) -> Parts:
     return Parts(square_times_count / count, count, 1.0) if count > 0 else NOTHING
 
 
-def _all_parts(own: Parts, place: Place, step: StepGradients) -> Callable[[], Seen]:
+def _all_parts(own: Parts, place: RankContext, step: StepGradients) -> Callable[[], Seen]:
     """Function that returns this rank's parts together with those of all other ranks. Collective, unless the step is
     local."""
     if step.is_local or place.world_size == 1:
@@ -274,7 +274,7 @@ def _all_parts(own: Parts, place: Place, step: StepGradients) -> Callable[[], Se
     return seen
 
 
-def _sum(values: list[float], place: Place) -> Callable[[], list[float]]:
+def _sum(values: list[float], place: RankContext) -> Callable[[], list[float]]:
     """Start summing a few numbers over all ranks. Returns a function that waits for the sums."""
     tensor = torch.tensor(values, dtype=torch.float64, device=place.device)
     work = dist.all_reduce(tensor, async_op=True)

@@ -27,7 +27,7 @@ from scaleray.training.noise.gradient_sources import (
 from scaleray.training.noise.noise_scale import NoiseAverages, NoiseWindows, estimate, forgetting
 from scaleray.training.noise.preconditioning import Preconditioned, View
 from scaleray.training.setup.model_setup import Setup
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 FIRST_PRECONDITIONED_STEP = 6
 """First step that is measured with preconditioning. Before it, Adam's second moments come from a few gradients, with
@@ -40,7 +40,7 @@ class NoiseMeter:
 
     The methods that read gradients do nothing in a step that is not measured. All ranks must call them."""
 
-    def __init__(self, config: RunConfig, setup: Setup, place: Place, source: SourceName, guard: Guard) -> None:
+    def __init__(self, config: RunConfig, setup: Setup, place: RankContext, source: SourceName, guard: Guard) -> None:
         settings = config.noise_scale
         self._guard = guard
         self.source_name, self.setup, self.settings = source, setup, settings
@@ -61,7 +61,7 @@ class NoiseMeter:
         self._is_kept = False
         self._pending: tuple[Callable[[], Seen], StepGradients] | None = None
 
-    def _make_source(self, place: Place) -> Source:
+    def _make_source(self, place: RankContext) -> Source:
         parallel, parameters = self.setup.parallel, self.setup.parameters
         if self.source_name == "workers":
             return Workers(parallel, parameters, place, self._view, self._look)

@@ -12,7 +12,7 @@ from scaleray.records.run_record import Say
 from scaleray.training.noise.meter import NoiseMeter
 from scaleray.training.observer import Observer
 from scaleray.training.setup.model_setup import Setup
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 
 class NoiseWatch(Observer):
@@ -23,7 +23,7 @@ class NoiseWatch(Observer):
         self.meter: NoiseMeter | None = None
         self.kept: dict[str, Any] | None = None
 
-    def start(self, config: RunConfig, recipe: Recipe, setup: Setup, place: Place, say: Say) -> NoiseMeter | None:
+    def start(self, config: RunConfig, recipe: Recipe, setup: Setup, place: RankContext, say: Say) -> NoiseMeter | None:
         """Create the meter once micro-batches are known. Collective if noise is measured. say: called with the method,
         which rank 0 logs."""
         if config.noise_scale.measure is False:

@@ -24,7 +24,7 @@ from scaleray.records.profile_record import CollectiveRow, Places, RankArrivals,
 from scaleray.strategies.contract.arrivals import ArrivalSource, Moments
 from scaleray.training.observer import Observer
 from scaleray.training.setup.model_setup import Setup
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 MOST_ROWS = 500
 """Number of stored steps: enough to separate a steady delay from chance, and small enough for a thousand ranks."""
@@ -39,7 +39,7 @@ class ArrivalTimes(Observer):
     """Records when this rank arrives at the collectives of a step, the beginning of its last backward pass, and the end
     of its wait after that. at_phase: called when a phase begins."""
 
-    def __init__(self, at_phase: dict[Phase, Callable[[], None]], place: Place, guard: Guard) -> None:
+    def __init__(self, at_phase: dict[Phase, Callable[[], None]], place: RankContext, guard: Guard) -> None:
         self.at_phase, self.place, self.guard = at_phase, place, guard
         self._stamps: HostStamps | DeviceStamps = DeviceStamps() if place.device.type == "cuda" else HostStamps()
         self._moments = Moments(self._stamps.now)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from scaleray.records.profile_record import LinkRow
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 FIRST_BYTES, MOST_BYTES = 2**16, 2**22
 LONGEST_S = 0.25
@@ -25,7 +25,7 @@ MOST_RANKS = 8
 ones."""
 
 
-def probe_links(place: Place, *, limit_s: float = math.inf) -> list[LinkRow]:
+def probe_links(place: RankContext, *, limit_s: float = math.inf) -> list[LinkRow]:
     """Bandwidth from this rank to each other participating one; after `limit_s` no further pair is begun. Collective
     over all ranks."""
     rows, until = [], time.monotonic() + limit_s
@@ -41,7 +41,7 @@ def probe_links(place: Place, *, limit_s: float = math.inf) -> list[LinkRow]:
     return rows
 
 
-def _taking_part(place: Place) -> list[int]:
+def _taking_part(place: RankContext) -> list[int]:
     nodes = place.gathered(place.node)
     if len(nodes) <= MOST_RANKS:
         return list(range(len(nodes)))
@@ -49,7 +49,7 @@ def _taking_part(place: Place) -> list[int]:
     return firsts[:MOST_RANKS] if len(firsts) > 1 else list(range(MOST_RANKS))
 
 
-def _sent(place: Place, to: int) -> LinkRow:
+def _sent(place: RankContext, to: int) -> LinkRow:
     """Send some messages and wait for each one's answer; the best one counts."""
     _took_s(place, to, FIRST_BYTES)  # connects
     first_s = _took_s(place, to, FIRST_BYTES)
@@ -59,7 +59,7 @@ def _sent(place: Place, to: int) -> LinkRow:
     return LinkRow(place.rank, to, size / best_s, size)
 
 
-def _received(place: Place, sender: int) -> None:
+def _received(place: RankContext, sender: int) -> None:
     for _ in range(2):
         _answered(place, sender, FIRST_BYTES)
     size = torch.zeros(1, dtype=torch.int64, device=place.device)
@@ -68,7 +68,7 @@ def _received(place: Place, sender: int) -> None:
         _answered(place, sender, int(size))
 
 
-def _took_s(place: Place, to: int, size: int) -> float:
+def _took_s(place: RankContext, to: int, size: int) -> float:
     message = torch.zeros(size, dtype=torch.uint8, device=place.device)
     answer = torch.zeros(1, dtype=torch.uint8, device=place.device)
     begun = time.perf_counter()
@@ -79,6 +79,6 @@ def _took_s(place: Place, to: int, size: int) -> float:
     return time.perf_counter() - begun
 
 
-def _answered(place: Place, sender: int, size: int) -> None:
+def _answered(place: RankContext, sender: int, size: int) -> None:
     dist.recv(torch.empty(size, dtype=torch.uint8, device=place.device), sender)
     dist.send(torch.zeros(1, dtype=torch.uint8, device=place.device), sender)

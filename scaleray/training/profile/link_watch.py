@@ -16,7 +16,7 @@ from scaleray.records.published import LinksMeasured
 from scaleray.records.run_record import Emit, EventRecord, StepRecord
 from scaleray.training.observer import Observer
 from scaleray.training.profile.link_probe import probe_links
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 LONGEST_S = 10.0
 """Seconds after which no further pair is measured."""
@@ -33,7 +33,7 @@ class AsksForLinks(Protocol):
 class LinkWatch(Observer):
     """Measures the links after a step on request. emit: receives rank 0's messages about it."""
 
-    def __init__(self, place: Place, asks: AsksForLinks | None, *, emit: Emit, guard: Guard) -> None:
+    def __init__(self, place: RankContext, asks: AsksForLinks | None, *, emit: Emit, guard: Guard) -> None:
         self.place, self.asks, self._emit, self._guard = place, asks, emit, guard
 
     def after_step(self, taken: StepRecord) -> None:

@@ -14,7 +14,7 @@ import torch
 from scaleray.profiling.traces.memory_blocks import CATEGORIES, FORMAT
 from scaleray.records.trace_request import TraceRequest
 from scaleray.training.setup.model_setup import Setup
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 MOST_EVENTS = 200_000
 """Allocations stored in the device's history, newest last."""
@@ -25,7 +25,7 @@ MOST_FRAMES = 4
 class MemoryHistory:
     """The history of one device's memory over the traced steps, and the snapshot at their end."""
 
-    def __init__(self, request: TraceRequest, place: Place) -> None:
+    def __init__(self, request: TraceRequest, place: RankContext) -> None:
         self.request, self.place = request, place
         self.is_on = False
 

@@ -22,7 +22,7 @@ from scaleray.training.observer import Observer
 from scaleray.training.profile.marks import DeviceMarks, HostMarks, Marks
 from scaleray.training.profile.memory_curve import MemoryCurve
 from scaleray.training.setup.model_setup import Setup
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 
 class Pauses:
@@ -61,7 +61,7 @@ class PhaseTimes(Observer):
 
     def __init__(
         self,
-        place: Place,
+        place: RankContext,
         first_step: int,
         *,
         started_at: float,

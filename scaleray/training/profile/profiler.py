@@ -20,7 +20,7 @@ from scaleray.training.profile.phase_times import PhaseTimes
 from scaleray.training.profile.rank_samples import RankSamples
 from scaleray.training.profile.trace_recording import Tells, tracers
 from scaleray.training.setup.job import TrainJob
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 
 class Emits(Tells, Protocol):
@@ -47,7 +47,7 @@ class Profile(Observer):
     def __init__(
         self,
         job: TrainJob,
-        place: Place,
+        place: RankContext,
         first_step: int,
         progress: Enters,
         tells: Emits,

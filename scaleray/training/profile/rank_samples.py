@@ -21,7 +21,7 @@ from scaleray.records.start import steady_time
 from scaleray.training.observer import Observer
 from scaleray.training.profile.arrival_recording import ArrivalTimes
 from scaleray.training.profile.phase_times import PhaseTimes
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 TOLD_EVERY_S = 1.0
 SAMPLES_A_SECOND = 50.0
@@ -36,7 +36,7 @@ class RankSamples(Observer):
 
     def __init__(
         self,
-        place: Place,
+        place: RankContext,
         phases: PhaseTimes,
         arrivals: ArrivalTimes,
         *,

@@ -30,7 +30,7 @@ from scaleray.training.observer import Observer
 from scaleray.training.profile.memory_snapshot import MemoryHistory
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 NUM_BARRIERS = 32
 NO_LINES = "6"
@@ -51,7 +51,7 @@ class Tells(Protocol):
     def say(self, text: str) -> None: ...
 
 
-def tracers(job: TrainJob, place: Place, tells: Tells) -> list[Observer]:
+def tracers(job: TrainJob, place: RankContext, tells: Tells) -> list[Observer]:
     """The observer that traces a training, if requested. Raises ConfigError for a training that is too short."""
     return [TraceRecorder(job.trace, job, place, tells)] if job.trace is not None else []
 
@@ -59,7 +59,7 @@ def tracers(job: TrainJob, place: Place, tells: Tells) -> list[Observer]:
 class TraceRecorder(Observer):
     """Traces the requested steps. Every rank has one, whether it is traced or not."""
 
-    def __init__(self, request: TraceRequest, job: TrainJob, place: Place, tells: Tells) -> None:
+    def __init__(self, request: TraceRequest, job: TrainJob, place: RankContext, tells: Tells) -> None:
         self.request, self.place, self.guard, self.say = request, place, tells.guard, tells.say
         self.num_micro_batches = job.recipe.accumulation_steps
         self.first = request.first_step(job.recipe.total_steps)

@@ -45,7 +45,7 @@ from scaleray.training.setup.averaging import Averaging, averaging_of
 from scaleray.training.setup.compilation import Compilation, compiled
 from scaleray.training.setup.own_optimizer import InUse
 from scaleray.training.setup.own_schedule import take_step
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.setup.rate_scale import RateScale
 from scaleray.training.setup.several_optimizers import config_for
 from scaleray.training.setup.weighted_losses import check_batch_loss, losses_of
@@ -150,7 +150,7 @@ def prepare(
     workload: Any,
     config: RunConfig,
     recipe: Recipe,
-    place: Place,
+    place: RankContext,
     *,
     is_resumed: bool = False,
     varied: Collection[str] = (),
@@ -222,7 +222,7 @@ class _SpreadModel:
 
 
 def _spread_model(
-    workload: Any, config: RunConfig, recipe: Recipe, place: Place, undo: contextlib.ExitStack
+    workload: Any, config: RunConfig, recipe: Recipe, place: RankContext, undo: contextlib.ExitStack
 ) -> _SpreadModel:
     """Build the model, make the changes that need the whole model, and spread it over the workers. Collective."""
     with _building(config, recipe, place) as pages:
@@ -302,7 +302,9 @@ def _built(workload: Any, device: torch.device) -> Any:
     return build()
 
 
-def _building(config: RunConfig, recipe: Recipe, place: Place) -> contextlib.AbstractContextManager[PagedBuild | None]:
+def _building(
+    config: RunConfig, recipe: Recipe, place: RankContext
+) -> contextlib.AbstractContextManager[PagedBuild | None]:
     """Context in which the model is built and sharded."""
     is_fsdp = recipe.strategy not in ("tensor", "pipeline") and recipe.degrees.shard == recipe.degrees.whole > 1
     if not is_fsdp or config.fsdp.build_gib is None or place.group is None:
@@ -311,7 +313,7 @@ def _building(config: RunConfig, recipe: Recipe, place: Place) -> contextlib.Abs
 
 
 def _check_equal_before_sharding(
-    model: nn.Module, pages: PagedBuild | None, config: RunConfig, recipe: Recipe, place: Place
+    model: nn.Module, pages: PagedBuild | None, config: RunConfig, recipe: Recipe, place: RankContext
 ) -> Digests | None:
     """Check that all ranks drew the same parameters before each retains only its part. Collective."""
     is_sharded = recipe.strategy != "tensor" and recipe.degrees.shard > 1

@@ -25,7 +25,7 @@ from scaleray.common.watchers import Guard, Watcher
 from scaleray.errors import CheckpointError, RunFailedError, ScaleRayError
 from scaleray.records.run_record import CheckpointRecord, EventRecord
 from scaleray.training.setup.job import TrainJob
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.items import PROGRESS, REPLICA, as_json
 from scaleray.training.state.optimizer_state import Rates
 from scaleray.training.state.training_state import TrainState
@@ -59,7 +59,7 @@ class Checkpointing:
     def __init__(
         self,
         job: TrainJob,
-        place: Place,
+        place: RankContext,
         catalog: Catalog,
         *,
         emit: Callable[[CheckpointRecord | EventRecord], None],

@@ -18,7 +18,7 @@ from scaleray.checkpoints.saver import Saver
 from scaleray.errors import RunFailedError
 from scaleray.records.run_record import EvaluationRecord, EventRecord, StepRecord, WorkerMessage, WorkerSummary
 from scaleray.training.setup.job import TrainJob
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.checkpointing import Checkpointing
 from scaleray.training.state.training_state import TrainState
 
@@ -74,7 +74,7 @@ class AskingCheckpointing(Checkpointing):
     def __init__(
         self,
         job: TrainJob,
-        place: Place,
+        place: RankContext,
         *,
         start_from: str | None,
         emit: Callable[[Any], None],
@@ -234,7 +234,7 @@ class StepwiseTraining:
             ended = Ended(error=exc)
         self._happened.put(ended)
 
-    def _make_checkpointing(self, job: TrainJob, place: Place) -> AskingCheckpointing:
+    def _make_checkpointing(self, job: TrainJob, place: RankContext) -> AskingCheckpointing:
         self._checkpointing = AskingCheckpointing(
             job,
             place,

@@ -33,7 +33,7 @@ from scaleray.training.health.attributes import (
     set_plain_attributes,
 )
 from scaleray.training.setup.model_setup import Setup
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.items import (
     ATTRIBUTES,
     AVERAGING,
@@ -72,7 +72,7 @@ class TrainState:
     the workload, with their own state."""
 
     setup: Setup
-    place: Place
+    place: RankContext
     workload: Any
     seed: int
     get_progress: Callable[[], Values]

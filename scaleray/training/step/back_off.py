@@ -17,7 +17,7 @@ from scaleray.config.recipe.values import Recipe, largest_divisor, with_micro_si
 from scaleray.errors import first_line
 from scaleray.training.health.live_memory import free_unused, is_out_of_memory
 from scaleray.training.setup.model_setup import Setup
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 
 class MemoryRanOut(Exception):
@@ -31,7 +31,7 @@ class OutOfMemory(MemoryError):
 class BackOff:
     """State that is needed to repeat a step. Without `memory.on_out_of_memory: halve` it does nothing."""
 
-    def __init__(self, config: RunConfig, setup: Setup, place: Place) -> None:
+    def __init__(self, config: RunConfig, setup: Setup, place: RankContext) -> None:
         self.setup, self.place = setup, place
         self.is_on = config.memory.on_out_of_memory == "halve"
 

@@ -11,7 +11,7 @@ import torch
 
 from scaleray.data.collate_ahead import place_of_collate
 from scaleray.errors import WorkloadError
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 
 def structure(batch: Any, path: str = "", *, with_sizes: bool = False) -> list[str]:
@@ -30,7 +30,7 @@ def structure(batch: Any, path: str = "", *, with_sizes: bool = False) -> list[s
     return [line for below, value in inner for line in structure(value, below, with_sizes=with_sizes)]
 
 
-def check_same_structure(batch: Any, place: Place, collate: Any) -> None:
+def check_same_structure(batch: Any, place: RankContext, collate: Any) -> None:
     """Raise WorkloadError, on every rank, if the batches from `collate` differ between ranks in their structure, or,
     among the workers of one replica, which have the same rows, in a size. Collective."""
     if place.world_size == 1:

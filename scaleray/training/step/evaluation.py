@@ -25,7 +25,7 @@ from scaleray.training.health.live_memory import is_out_of_memory
 from scaleray.training.health.worker_errors import is_lost_peer
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.setup.weighted_losses import has_batch_loss, has_loss
 from scaleray.training.step.metric_objects import MetricObjects
 from scaleray.training.step.micro_batches import collate_ahead, user_batch
@@ -39,7 +39,7 @@ from scaleray.workload import call_user_code, outputs_go_to, own_method
 class NamedSums:
     """Sum of sums and counts over all workers. It takes one all-reduce, unless a name appears for the first time."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankContext) -> None:
         self.place = place
         self._known: tuple[str, ...] = ()  # the same on all workers
 
@@ -66,7 +66,7 @@ class OwnEvaluation:
     rows, divide its batches. Raises ConfigError or WorkloadError if there is no room for copies.
     """
 
-    def __init__(self, job: TrainJob, setup: Setup, place: Place) -> None:
+    def __init__(self, job: TrainJob, setup: Setup, place: RankContext) -> None:
         self.setup, self.place = setup, place
         self._evaluate = own_method(job.workload, "evaluate")
         self._whole: WholeCopy | None = None
@@ -165,7 +165,7 @@ class Evaluations:
     metrics: results of the last one; step: the step before it, -1 before the first.
     """
 
-    def __init__(self, place: Place, input: Input, enter: Callable[[Phase], object], config: RunConfig) -> None:
+    def __init__(self, place: RankContext, input: Input, enter: Callable[[Phase], object], config: RunConfig) -> None:
         self.place, self.input, self.enter, self.best = place, input, enter, Best(config)
         self.metrics: dict[str, float] = {}
         self.step = -1
@@ -276,7 +276,7 @@ class Evaluator:
         name: str,
         workload: Any,
         setup: Setup,
-        place: Place,
+        place: RankContext,
         open_stream: Callable[[], Iterable[RankBatch]],
         *,
         gives_tuples: bool,

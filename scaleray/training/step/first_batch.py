@@ -21,7 +21,7 @@ from scaleray.errors import DataError, WorkloadError
 from scaleray.training.health.live_memory import is_out_of_memory
 from scaleray.training.health.worker_errors import explained, is_lost_peer
 from scaleray.training.setup.model_setup import Setup
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.setup.weighted_losses import OneLoss, has_batch_loss, losses_of
 from scaleray.training.step.batch_structure import check_same_structure
 from scaleray.training.step.evaluation import evaluation_mode
@@ -50,7 +50,7 @@ def check_first_batch(
     config: RunConfig,
     batch: RankBatch,
     setup: Setup,
-    place: Place,
+    place: RankContext,
     *,
     gives_tuples: bool,
     micro_batch_size: int,
@@ -92,7 +92,7 @@ def _look_at_loss(
     config: RunConfig,
     batch: RankBatch,
     setup: Setup,
-    place: Place,
+    place: RankContext,
     *,
     evaluated: Sequence[str],
     **sizes: Any,
@@ -116,7 +116,14 @@ class _Look:
     """Losses of a few rows of the first batch."""
 
     def __init__(
-        self, workload: Any, batch: RankBatch, setup: Setup, place: Place, *, gives_tuples: bool, micro_batch_size: int
+        self,
+        workload: Any,
+        batch: RankBatch,
+        setup: Setup,
+        place: RankContext,
+        *,
+        gives_tuples: bool,
+        micro_batch_size: int,
     ) -> None:
         self.workload, self.columns, self.setup, self.place = workload, batch.columns, setup, place
         self.gives_tuples = gives_tuples
@@ -401,7 +408,7 @@ def _with_explanation(call: Any) -> Any:
         raise found from exc
 
 
-def raise_on_all_ranks(place: Place, look: Callable[[], Result]) -> Result:
+def raise_on_all_ranks(place: RankContext, look: Callable[[], Result]) -> Result:
     """Result of `look` on this rank. If it raises DataError or WorkloadError on any rank, all raise: their own error,
     or that of the first rank that has one. Collective, around code that is not collective."""
     result: list[Result] = []

@@ -14,7 +14,7 @@ import torch
 from scaleray.common.installed import install_command
 from scaleray.common.metric_states import check_rules, share
 from scaleray.errors import WorkloadError
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.workload import call_user_code, own_method
 
 
@@ -22,7 +22,7 @@ class MetricObjects:
     """The metrics that a workload makes in `metric_objects()`, if any, for one split. names: keys of their arguments in
     the result of `metrics()`."""
 
-    def __init__(self, workload: Any, place: Place, split: str) -> None:
+    def __init__(self, workload: Any, place: RankContext, split: str) -> None:
         self.place, self.split = place, split
         give = own_method(workload, "metric_objects")
         found = call_user_code(give, what="metric_objects()", doing="making the metrics") if give else {}
@@ -73,7 +73,7 @@ class MetricObjects:
         return float(value)
 
 
-def _checked(name: str, metric: Any, place: Place) -> Any:
+def _checked(name: str, metric: Any, place: RankContext) -> Any:
     what = f"metric_objects()[{name!r}]"
     try:
         from torchmetrics import Metric

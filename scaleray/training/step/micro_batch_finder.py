@@ -28,7 +28,7 @@ from scaleray.records.text.units import GIB
 from scaleray.training.health.live_memory import LiveTensors, free_unused, is_out_of_memory, local_part, storage_bytes
 from scaleray.training.health.memory_report import gradients, lasting
 from scaleray.training.setup.model_setup import Setup
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.step.micro_batches import micro_batches, user_batch
 from scaleray.training.step.step import TrainStep
 from scaleray.training.step.sum_and_count import check_sum_and_count
@@ -80,7 +80,7 @@ def find(
     setup: Setup,
     config: RunConfig,
     recipe: Recipe,
-    place: Place,
+    place: RankContext,
     batch: RankBatch,
     *,
     gives_tuples: bool,
@@ -139,7 +139,7 @@ class _Search:
         setup: Setup,
         config: RunConfig,
         recipe: Recipe,
-        place: Place,
+        place: RankContext,
         batch: RankBatch,
         gives_tuples: bool,
         enter: Callable[[Phase], object],

@@ -13,7 +13,7 @@ from scaleray.records.phases import Phase
 from scaleray.training.health.reporter import Reporter
 from scaleray.training.setup.compilation import eagerly
 from scaleray.training.setup.model_setup import Setup
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.step import micro_batch_finder
 
 
@@ -22,7 +22,7 @@ class MicroSizes:
 
     now: number of rows; None: the config's. search: the trials, for the summary."""
 
-    def __init__(self, config: RunConfig, place: Place, reporter: Reporter) -> None:
+    def __init__(self, config: RunConfig, place: RankContext, reporter: Reporter) -> None:
         self.config, self.place, self.reporter = config, place, reporter
         self.now: int | None = None
         self.search: dict[str, Any] = {}

@@ -26,7 +26,7 @@ from scaleray.strategies.contract.numbers import Number, Truth, as_factor, choos
 from scaleray.strategies.contract.parallel import MicroBatch, Run
 from scaleray.training.noise.meter import NoiseMeter
 from scaleray.training.setup.model_setup import Setup
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.setup.weighted_losses import has_batch_loss
 from scaleray.training.step.back_off import BackOff, MemoryRanOut
 from scaleray.training.step.guarded_update import GuardedUpdate
@@ -71,7 +71,7 @@ class TrainStep:
         setup: Setup,
         config: RunConfig,
         recipe: Recipe,
-        place: Place,
+        place: RankContext,
         *,
         gives_tuples: bool,
         probe: Probe | None = None,

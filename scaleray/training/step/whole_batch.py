@@ -19,14 +19,14 @@ from torch.utils._pytree import tree_leaves
 from scaleray.common.seeding import random_state, same_random_numbers, set_random_state, stream_seed
 from scaleray.errors import WorkloadError
 from scaleray.records.text.units import memory
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.step.sum_and_count import check_sum_and_count
 from scaleray.workload import Outputs, outputs_go_to
 
 WIDE = (torch.float32, torch.float64)
 
 
-def gathered_rows(outputs: Mapping[str, torch.Tensor], place: Place) -> tuple[dict[str, torch.Tensor], list[int]]:
+def gathered_rows(outputs: Mapping[str, torch.Tensor], place: RankContext) -> tuple[dict[str, torch.Tensor], list[int]]:
     """The rows of all workers in the order of the global batch, and the size of each share. Collective.
 
     Raises WorkloadError on all workers if they have tensors of different types or shapes."""
@@ -59,7 +59,7 @@ class WholeBatchLoss:
     at_once: whether every worker has one micro-batch, whose forward pass may wait for the others'.
     """
 
-    def __init__(self, workload: Any, place: Place, seed: int) -> None:
+    def __init__(self, workload: Any, place: RankContext, seed: int) -> None:
         self.workload, self.place, self.seed = workload, place, seed
         self.at_once = True
         self.bytes_gathered = 0
@@ -165,7 +165,7 @@ class EvaluatedBatchLoss:
     """The loss of an evaluated split, over groups of as many rows as a global batch has. The last group may be
     smaller."""
 
-    def __init__(self, workload: Any, place: Place, size: int) -> None:
+    def __init__(self, workload: Any, place: RankContext, size: int) -> None:
         self.workload, self.place, self.size = workload, place, size
         self._rows: dict[str, torch.Tensor] = {}
 

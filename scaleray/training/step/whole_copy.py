@@ -22,14 +22,14 @@ from scaleray.strategies.contract.weight_shares import sizes
 from scaleray.training.setup import fine_tuning, float8, precision
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.workload import built_model
 
 
 class WholeCopy:
     """Whole copy of a model that a strategy has sharded. It is built once, and holds no weights between two uses."""
 
-    def __init__(self, job: TrainJob, setup: Setup, place: Place) -> None:
+    def __init__(self, job: TrainJob, setup: Setup, place: RankContext) -> None:
         self.job, self.setup, self.place = job, setup, place
         self._model: nn.Module | None = None
 
@@ -109,7 +109,7 @@ def _twin(workload: Any) -> Any:
     return twin
 
 
-def _free_bytes(place: Place) -> float:
+def _free_bytes(place: RankContext) -> float:
     """Memory that one worker may still allocate on its device."""
     if place.device.type == "cuda":
         return float(torch.cuda.mem_get_info(place.device)[0])

@@ -23,7 +23,7 @@ from torch import nn
 from scaleray.config import RunConfig
 from scaleray.config.recipe.shares import described, equal_shares, is_worth_it, shares_by_speed, smoothed
 from scaleray.config.recipe.values import Recipe
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 MEASURED_STEPS = 16  # steps before a measurement is taken; their median leaves out a checkpoint or a hiccup
 
@@ -34,7 +34,7 @@ class WorkerShares:
     before: `state` of a checkpoint. now: samples of a full batch by rank; None means equal shares."""
 
     def __init__(
-        self, config: RunConfig, recipe: Recipe, place: Place, before: Mapping[str, Any] | None = None
+        self, config: RunConfig, recipe: Recipe, place: RankContext, before: Mapping[str, Any] | None = None
     ) -> None:
         self._settings, self._recipe, self._place = config.shares, recipe, place
         self.now: tuple[int, ...] | None = recipe.worker_shares

@@ -20,8 +20,8 @@ from scaleray.strategies.contract.parallel import full
 from scaleray.training.setup.fine_tuning import adapt
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
-from scaleray.training.setup.place import Place
 from scaleray.training.setup.precision import in_float64
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.setup.several_optimizers import SeveralOptimizers
 from scaleray.training.setup.weighted_losses import losses_of
 from scaleray.training.step.micro_batches import micro_batches, user_batch
@@ -45,7 +45,7 @@ class GradientParts:
     def __init__(
         self,
         job: TrainJob,
-        place: Place,
+        place: RankContext,
         setup: Setup,
         names: Sequence[str],
         step: int,

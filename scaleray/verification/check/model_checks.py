@@ -22,7 +22,7 @@ from scaleray.records.text.units import memory
 from scaleray.training.health.live_memory import LiveTensors, storage_bytes
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import prepare
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.setup.weighted_losses import has_batch_loss, has_loss, losses_of
 from scaleray.training.step.evaluation import evaluation_mode
 from scaleray.training.step.first_batch import apart, check_first_batch, in_words, rounding_of
@@ -65,7 +65,7 @@ class ModelLook:
 
     def __init__(self, job: TrainJob, sources: Mapping[str, Source], batch: RankBatch) -> None:
         self.job, self.sources, self.batch = job, sources, batch
-        self.place = Place()
+        self.place = RankContext()
         size = min(job.recipe.micro_batch_size, batch.num_rows)
         self.rows = {name: values[:size] for name, values in batch.columns.items()}
         self.num_rows = size

@@ -25,7 +25,7 @@ from scaleray.records.certificate import Outcome
 from scaleray.training import loop
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.checkpointing import Checkpointing
 from scaleray.training.state.items import PROGRESS
 from scaleray.training.state.training_state import TrainState
@@ -142,7 +142,9 @@ class Runs:
     """Runs of one group of workers. folder: folder for checkpoints, seen by all of them. reference: the run of one
     process."""
 
-    def __init__(self, place: Place, reference: Variant, references: References, sources: Sources, folder: str) -> None:
+    def __init__(
+        self, place: RankContext, reference: Variant, references: References, sources: Sources, folder: str
+    ) -> None:
         self.place, self.variant, self.sources, self.folder = place, reference, sources, folder
         self.references = dict(references)
         self.resumes = True
@@ -157,7 +159,7 @@ class Runs:
         """Trace of one process. Only on rank 0, which runs it alone unless it has been run and the others can read its
         checkpoint."""
         if key not in self.references:
-            alone = Place(device=self.place.device)
+            alone = RankContext(device=self.place.device)
             variant = self.variant
             if key.own:
                 self.references[key] = self._standing_still(variant, alone, key, in_float64=key.own == EXACT).trace
@@ -167,14 +169,16 @@ class Runs:
 
     def again(self, key: Key, *, watched_by: type[TraceProbe] = TraceProbe) -> Trace:
         """Run the reference again. On rank 0."""
-        return self.compared(self.variant, key, place=Place(device=self.place.device), watched_by=watched_by).trace
+        return self.compared(
+            self.variant, key, place=RankContext(device=self.place.device), watched_by=watched_by
+        ).trace
 
     def compared(
         self,
         variant: Variant,
         key: Key,
         *,
-        place: Place | None = None,
+        place: RankContext | None = None,
         take_apart_at: int | None = None,
         keeps: bool = False,
         saves: bool = False,
@@ -232,7 +236,7 @@ class Runs:
         job, due = _resumed(reference, half, last=half + 1)
         workload = self._workload(job.workload, key.quiet, key.later_partition, None, is_reference=True)
         job = job.changed(splits={TRAIN: job.splits[TRAIN]}, workload=workload)
-        alone = Place(device=self.place.device)
+        alone = RankContext(device=self.place.device)
         probe = TraceProbe(alone, job, due=due, last=half + 1)
         return self._run(job, alone, probe, folder=self._folder(_name(variant)))
 
@@ -249,7 +253,7 @@ class Runs:
 
     def measured_alone(self, values: dict[str, torch.Tensor], key: Key) -> dict[str, float]:
         """Metrics that one process measures for a model with these values. On rank 0."""
-        job, alone = self._changed(self.variant, key).job, Place(device=self.place.device)
+        job, alone = self._changed(self.variant, key).job, RankContext(device=self.place.device)
         workload = self._workload(job.workload, key.quiet, key.partition, None, is_reference=True)
         job = job.changed(values={"total_steps": 0}, workload=workload)
         probe = _Given(alone, job, values)
@@ -265,7 +269,7 @@ class Runs:
             variant = variant.mapped(_without_clipping)
         return variant.on_rows_with_statistics() if key.has_statistics else variant
 
-    def _standing_still(self, variant: Variant, place: Place, key: Key, *, in_float64: bool) -> Watched:
+    def _standing_still(self, variant: Variant, place: RankContext, key: Key, *, in_float64: bool) -> Watched:
         variant = self._changed(variant, key)
         job = variant.job if in_float64 else variant.own or variant.job
         steps = min(OWN_STEPS, job.recipe.total_steps)
@@ -292,7 +296,7 @@ class Runs:
         return f"{self.folder}/{name}"
 
     def _run(
-        self, job: TrainJob, place: Place, probe: TraceProbe, *, folder: str | None, hands_on: bool = False
+        self, job: TrainJob, place: RankContext, probe: TraceProbe, *, folder: str | None, hands_on: bool = False
     ) -> Trace:
         """Run a job. hands_on: export its final weights, as at the end of a training."""
         checkpointing = None
@@ -346,7 +350,7 @@ class _Watched(Checkpointing):
 class _Given(TraceProbe):
     """A probe that sets the model's values before the run."""
 
-    def __init__(self, place: Place, job: TrainJob, values: dict[str, torch.Tensor]) -> None:
+    def __init__(self, place: RankContext, job: TrainJob, values: dict[str, torch.Tensor]) -> None:
         super().__init__(place, job)
         self.given = values
 
@@ -359,7 +363,7 @@ class _Given(TraceProbe):
 
 
 @contextlib.contextmanager
-def shared_folder(place: Place, given: str | None) -> Iterator[str]:
+def shared_folder(place: RankContext, given: str | None) -> Iterator[str]:
     """A folder for checkpoints that every worker sees: the given one, or a temporary folder on this machine."""
     if given is not None:
         yield given

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 Result = TypeVar("Result")
 OTHERS_FAIL_WITHIN = timedelta(seconds=5)
 """Seconds after rank 0 within which another rank may have the same error."""
 
 
-def on_first(place: Place, decide: Callable[[], Result]) -> Result:
+def on_first(place: RankContext, decide: Callable[[], Result]) -> Result:
     """Let rank 0 decide, and return its decision, or raise its error, on every rank. Collective."""
     if place.world_size == 1:
         return decide()
@@ -37,7 +37,7 @@ class Failures:
     """Errors of one group's trainings: whether all ranks had one and may continue with the next training, or only this
     rank, while the others wait for it in a collective. name: unique in this group."""
 
-    def __init__(self, place: Place, name: str = "training") -> None:
+    def __init__(self, place: RankContext, name: str = "training") -> None:
         self._place, self._name, self._number = place, name, 0
 
     def is_shared(self) -> bool:

@@ -22,7 +22,7 @@ from scaleray.strategies.local_sgd import machine
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.optimizers import Schedule
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.setup.several_optimizers import SeveralOptimizers
 from scaleray.training.state.items import PROGRESS
 from scaleray.training.step.micro_batches import cuts_of
@@ -47,7 +47,7 @@ class TraceProbe:
 
     def __init__(
         self,
-        place: Place,
+        place: RankContext,
         job: TrainJob,
         *,
         take_apart_at: int | None = None,

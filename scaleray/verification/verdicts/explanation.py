@@ -11,7 +11,7 @@ import numpy as np
 
 from scaleray.config.recipe.values import with_micro_size
 from scaleray.records.certificate import Divergence
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.verification.bounds import LEAST_OF_A_CUT, SAME_RATIO
 from scaleray.verification.causes.cause_classes import (
     Cause,
@@ -155,7 +155,7 @@ class Explanation:
         cut = self.runs.variant.mapped(
             lambda job: job.changed(recipe=with_micro_size(job.recipe, size, why="as the variant's"))
         )
-        trace = self.runs.compared(cut, key, place=Place(device=self.runs.place.device)).trace
+        trace = self.runs.compared(cut, key, place=RankContext(device=self.runs.place.device)).trace
         found = compare(self.runs.reference(key), trace, bound=self.bound).divergence
         return found is not None and found.step <= divergence.step and found.quantity in ("loss", "gradient")
 

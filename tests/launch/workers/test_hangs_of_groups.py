@@ -24,7 +24,7 @@ from scaleray.studies.study import measure_in_processes
 from scaleray.sweeps import trial_workers
 from scaleray.sweeps.sweep_plan import material_key
 from scaleray.sweeps.trial_workers import TrialGroup
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.setup.stores import OwnedStore, open_store
 from scaleray.verification.check.two_processes import two_processes
 
@@ -85,7 +85,7 @@ def take_part(rank, meeting):
     trial_workers.train_rank(
         plan,
         {},
-        Place(rank, 2, local_rank=rank, local_world_size=2),
+        RankContext(rank, 2, local_rank=rank, local_world_size=2),
         meeting,
         emit=lambda message: None,
         make_checkpointing=lambda job, place: None,

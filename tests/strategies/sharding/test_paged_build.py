@@ -14,7 +14,7 @@ from scaleray.records.text.units import GIB
 from scaleray.strategies.sharding.paged_build import PagedBuild
 from scaleray.training.setup import model_setup
 from scaleray.training.setup.model_setup import prepare
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 FSDP = {"strategy.name": "fsdp"}
 
@@ -65,7 +65,7 @@ def initial(place, flags):
 
 @pytest.mark.combination
 def test_a_model_built_in_pages_has_the_initial_values_of_an_ordinary_build(gloo):
-    whole = initial(Place(), {})
+    whole = initial(RankContext(), {})
     assert whole[1] is None
     for world_size in (2, 3):
         for rank in gloo.run(world_size, initial, {"fsdp.build_gib": 60_000 / GIB, "batch.global_size": 12}):

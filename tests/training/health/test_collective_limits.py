@@ -14,7 +14,7 @@ from scaleray.data import Input
 from scaleray.strategies.apart.in_flight_exchanges import BESIDE_TRAINING
 from scaleray.training import loop
 from scaleray.training.health.worker_progress import WATCHDOG_SHARE, Progress
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 LIMIT_S = 37.0
 FLAGS = {"stop.after": "3 steps", "scale.collective_timeout_s": LIMIT_S}
@@ -94,4 +94,4 @@ def waits_of_a_run(place):
 def test_a_rank_waits_for_its_input_less_long_than_the_others_wait_for_it(gloo):
     for seen in gloo.run(2, waits_of_a_run):
         assert seen == {done: {WATCHDOG_SHARE * (LIMIT_S * (1 if done else 3))} for done in range(4)}
-    assert all(waits == {math.inf} for waits in waits_of_a_run(Place()).values()), "nobody waits for it"
+    assert all(waits == {math.inf} for waits in waits_of_a_run(RankContext()).values()), "nobody waits for it"

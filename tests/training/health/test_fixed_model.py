@@ -12,7 +12,7 @@ from torch import nn
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.common.callbacks import Callback
 from scaleray.errors import WorkloadError
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 STRATEGIES = ("ddp", "zero1", "fsdp", "local_sgd")
 
@@ -171,7 +171,7 @@ def test_a_thawed_layer_is_refused_on_every_worker(gloo, strategy):
     assert all("0.weight was frozen and is trained from step 3 on" in text for text in found), found
 
 
-def refusal_in_pool(place: Place, change: str, strategy: str) -> str:
+def refusal_in_pool(place: RankContext, change: str, strategy: str) -> str:
     with pytest.raises(WorkloadError) as caught:
         train(place, Frozen(change), {"strategy.name": strategy})
     return str(caught.value)
@@ -263,7 +263,7 @@ def test_growing_buffers_of_one_shape_resume_on_two_workers(gloo, tmp_path):
         assert shapes[0] == found
 
 
-def bank_in_pool(place: Place, folder: str, kill_at: int | None) -> tuple[int, ...] | None:
+def bank_in_pool(place: RankContext, folder: str, kill_at: int | None) -> tuple[int, ...] | None:
     finished = train(place, WithBank(), FLAGS, folder=folder, kill_at=kill_at)
     return tuple(finished.weights["bank"].shape) if finished.weights else None
 
@@ -277,7 +277,7 @@ def test_buffers_of_unlike_shapes_are_refused_on_every_worker(gloo, strategy):
     ), found
 
 
-def unlike_in_pool(place: Place, strategy: str) -> str:
+def unlike_in_pool(place: RankContext, strategy: str) -> str:
     with pytest.raises(WorkloadError) as caught:
         train(place, WithBank(rows_of_rank=True), {"strategy.name": strategy})
     return str(caught.value)

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from scaleray.parallel import Replicated
 from scaleray.training.health.live_memory import LiveTensors
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 WIDTH, BLOCKS, FEATURES, CLASSES = 192, 4, 6, 3
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -160,7 +160,7 @@ def test_copies_that_the_backward_pass_will_make_again_are_not_kept_up_to_the_lo
     flags = {"batch.global_size": 1, "precision.dtype": "bf16", "activations.checkpointing": checkpointing}
     with same_generators(), Storages() as workload.live:
         workload.made = 0
-        stepper = Stepper(Place(), workload, flags)
+        stepper = Stepper(RankContext(), workload, flags)
         workload.made = workload.live.alive()
         stepper(1)
     # without checkpoints the backward pass needs them; with, one block's may be on its way

@@ -18,12 +18,12 @@ from scaleray.records.hangs import RankDump, dump_name, stacks_name
 from scaleray.training.health import flight_recorder, stall_watch
 from scaleray.training.health.stack_file import LOCKED, StackFile, read_stacks
 from scaleray.training.health.worker_progress import WATCHDOG_SHARE, Progress, Watchdog
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 
 def watch_of(tmp_path, progress, *, world_size=1, say=None, timeout_s=100.0, guard=None):
     return stall_watch.StallWatch(
-        progress, Place(0, world_size, node="here"), str(tmp_path), collective_timeout_s=timeout_s, look_every_s=0.5, say=say, guard=guard
+        progress, RankContext(0, world_size, node="here"), str(tmp_path), collective_timeout_s=timeout_s, look_every_s=0.5, say=say, guard=guard
     )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def test_where_the_training_thread_stands_is_told_with_all_other_threads(tmp_pat
     caller = threading.Thread(
         target=lambda: found.append(
             stall_watch.rank_dump(
-                progress, Place(), why="", with_lines=True, after_error=(), read=lambda act, other: act()
+                progress, RankContext(), why="", with_lines=True, after_error=(), read=lambda act, other: act()
             )
         )
     )

@@ -11,7 +11,7 @@ from small_runs import Classify, make_job, train_alone, train_job
 from scaleray.common.callbacks import Callback
 from scaleray.records.run_record import EventRecord
 from scaleray.training.health.stray_runs import run_ids
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 
 class Log(Callback):
@@ -83,8 +83,8 @@ def test_a_run_that_datasets_begins_is_named_and_one_of_the_script_is_not():
     with mlflow.start_run():
         before = run_ids()
         job, sources = make_job(Classify(), {"stop.after": "1 step"})
-        assert warnings_of(train_job(Place(), job.changed(mlflow_runs=before), sources)) == []
-        assert len(warnings_of(train_job(Place(), job.changed(mlflow_runs=()), sources))) == 1
+        assert warnings_of(train_job(RankContext(), job.changed(mlflow_runs=before), sources)) == []
+        assert len(warnings_of(train_job(RankContext(), job.changed(mlflow_runs=()), sources))) == 1
 
 
 @pytest.mark.usefixtures("_own_store")

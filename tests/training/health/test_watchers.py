@@ -12,7 +12,7 @@ from unittest import mock
 import pynvml
 import pytest
 import torch
-from small_runs import Classify, Place, make_job, same_generators, train, train_alone
+from small_runs import Classify, RankContext, make_job, same_generators, train, train_alone
 
 import scaleray
 from scaleray.checkpoints.catalog import Catalog
@@ -307,11 +307,11 @@ def train_with(emit, folder):
     """The final weights of a run whose records go to `emit`."""
     job, sources = make_job(Classify(), FLAGS)
     weights = {}
-    checkpointing = Checkpointing(job, Place(), Catalog.of_run(str(folder)), emit=emit)
+    checkpointing = Checkpointing(job, RankContext(), Catalog.of_run(str(folder)), emit=emit)
     with same_generators():
         loop.run(
             job,
-            Place(),
+            RankContext(),
             sources=sources,
             emit=emit,
             checkpointing=checkpointing,

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from small_runs import Classify, Place, Stepper, Tokens, train, train_alone
+from small_runs import Classify, RankContext, Stepper, Tokens, train, train_alone
 from torch import nn
 
 from scaleray.common.watchers import Guard
@@ -370,4 +370,4 @@ def on_the_way_from(place, flags, folder):
 def test_events_name_the_source_once():
     run = train_alone(Classify(num_rows=60), FLAGS)
     texts = [m.text for m in run.messages if isinstance(m, EventRecord) and m.text.startswith("noise scale")]
-    assert len(texts) == 1 and "consecutive steps" in texts[0] and Place().world_size == 1
+    assert len(texts) == 1 and "consecutive steps" in texts[0] and RankContext().world_size == 1

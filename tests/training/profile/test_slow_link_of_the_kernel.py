@@ -22,11 +22,11 @@ import json, os, sys, time
 os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
 import torch.distributed as dist
 from scaleray.training.profile.link_probe import probe_links
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 rank = int(sys.argv[1])
 store = dist.TCPStore(sys.argv[2], int(sys.argv[3]), is_master=rank == 0, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-rows = probe_links(Place(rank, 3, node=f"node {rank}"))
+rows = probe_links(RankContext(rank, 3, node=f"node {rank}"))
 print(json.dumps([[row.sender, row.receiver, row.bytes_per_s, row.num_bytes] for row in rows]), flush=True)
 dist.barrier()
 """

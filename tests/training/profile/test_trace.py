@@ -15,7 +15,7 @@ from scaleray.records.trace_request import TraceRequest, trace_request
 from scaleray.training.profile import trace_recording as tracing
 from scaleray.training.profile.memory_snapshot import as_json
 from scaleray.training.profile.trace_recording import expected_bytes, named_parts
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 FLAGS = {"stop.after": "8 steps", "optimizer.name": "adamw", "batch.micro_size": 4, "deterministic": True}
 
@@ -184,6 +184,6 @@ def test_a_snapshot_of_torch_becomes_json_with_what_is_known_of_its_addresses():
 
 
 def test_a_trace_on_a_cpu_leaves_torchs_own_log_of_its_start_and_end_out(tmp_path, capfd):
-    run(Place(), tmp_path, TraceRequest((0,), slowest=False))
+    run(RankContext(), tmp_path, TraceRequest((0,), slowest=False))
     assert (tmp_path / "traces" / "rank0.json.gz").exists()
     assert "USDT" not in capfd.readouterr().err

@@ -14,7 +14,7 @@ from scaleray.errors import ConfigError, WorkloadError
 from scaleray.training.health.live_memory import LiveTensors
 from scaleray.training.setup import activation_checkpointing
 from scaleray.training.setup.model_setup import prepare
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 pytestmark = pytest.mark.combination  # a feature that few commits touch: its tests take turns
 
@@ -66,7 +66,7 @@ class Products(TorchDispatchMode):
 def memory_and_operations(policy):
     """Bytes that a forward pass leaves for the backward pass, and how many matrix products both take."""
     job, sources = make_job(TinyTransformer(num_rows=64), {**policy, "batch.global_size": 64})
-    setup = prepare(job.workload, job.config, job.recipe, Place())
+    setup = prepare(job.workload, job.config, job.recipe, RankContext())
     batch = {name: torch.from_numpy(values) for name, values in sources["train"].read(np.arange(64)).items()}
     with LiveTensors() as live, Products() as products:
         total, _ = job.workload.loss(setup.parallel.model, batch)
@@ -89,7 +89,7 @@ def test_memory_falls_for_more_arithmetic():
 @pytest.mark.parametrize("workload", [BlocksWithBatchNorm, BlocksWithDropout])
 def test_nothing_is_left_of_it_after_close(workload):
     job, _ = make_job(workload(), POLICIES["full"])
-    setup = prepare(job.workload, job.config, job.recipe, Place())
+    setup = prepare(job.workload, job.config, job.recipe, RankContext())
     module = setup.parallel.module
     assert all("forward" in block.__dict__ for block in module[:4])
     setup.close()
@@ -110,7 +110,7 @@ def test_blocks_are_put_back_when_the_setup_fails(monkeypatch):
 
     job, _ = make_job(Failing(), POLICIES["full"])
     with pytest.raises(OSError, match="no optimizer"):
-        prepare(job.workload, job.config, job.recipe, Place())
+        prepare(job.workload, job.config, job.recipe, RankContext())
     assert "forward" not in seen["model"][0].__dict__
 
 

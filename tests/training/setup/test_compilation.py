@@ -17,7 +17,7 @@ from scaleray.common.own_folder import COMPILED
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.training.setup import compilation
 from scaleray.training.setup.model_setup import prepare
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 pytestmark = pytest.mark.combination  # a feature that few commits touch: its tests take turns
 
@@ -111,7 +111,7 @@ def shard_compiled_blocks(place):
     gradients = []
     for flags in ({}, {**ON_BLOCKS, "activations.checkpointing": "full"}):
         job, sources = make_job(TinyTransformer(), {**flags, "strategy.name": "single"})
-        setup = prepare(job.workload, job.config, job.recipe, Place())
+        setup = prepare(job.workload, job.config, job.recipe, RankContext())
         model = setup.parallel.module
         graphs = 0
         if flags:
@@ -221,7 +221,7 @@ def saved_bytes(budget):
     """Bytes that the compiled model's forward pass keeps."""
     flags = {**ON_MODEL, "activations.checkpointing": "budget", "activations.memory_budget": budget}
     job, sources = make_job(TinyTransformer(), {**flags, "compilation.backend": "aot_eager"})
-    setup = prepare(job.workload, job.config, job.recipe, Place())
+    setup = prepare(job.workload, job.config, job.recipe, RankContext())
     batch = {n: torch.from_numpy(v) for n, v in sources["train"].read(job.train_plan().global_indices(0)).items()}
     parameters = {p.untyped_storage().data_ptr() for p in setup.parallel.module.parameters()}
     kept = {}
@@ -246,7 +246,7 @@ def test_a_smaller_budget_keeps_less():
 
 def test_the_model_is_left_without_compiled_parts():
     job, _ = make_job(Blocks(), ON_MODEL)
-    setup = prepare(job.workload, job.config, job.recipe, Place())
+    setup = prepare(job.workload, job.config, job.recipe, RankContext())
     assert "forward" in setup.parallel.module.__dict__
     setup.close()
     assert not any("forward" in part.__dict__ for part in setup.parallel.module.modules())

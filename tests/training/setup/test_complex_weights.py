@@ -10,7 +10,7 @@ import torch
 from small_runs import NUM_CLASSES, NUM_FEATURES, Classify, train, train_alone
 from torch import nn
 
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.verification.traces.signatures import Signer
 
 
@@ -41,7 +41,7 @@ def test_two_workers_train_complex_weights_in_float64_as_one_does(gloo, strategy
     )
 
 
-def weights_in_pool(place: Place, flags: dict[str, Any]) -> dict[str, torch.Tensor]:
+def weights_in_pool(place: RankContext, flags: dict[str, Any]) -> dict[str, torch.Tensor]:
     return train(place, Fourier(), flags).weights
 
 
@@ -51,7 +51,7 @@ def test_replicas_that_train_apart_average_both_parts(gloo):
     assert torch.equal(first.imag, second.imag) and torch.equal(first.real, second.real)
 
 
-def last_weights_in_pool(place: Place, flags: dict[str, Any]) -> torch.Tensor:
+def last_weights_in_pool(place: RankContext, flags: dict[str, Any]) -> torch.Tensor:
     model: dict[str, nn.Module] = {}
 
     class Shown(Fourier):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from small_runs import (
     Classify,
-    Place,
+    RankContext,
     Tokens,
     largest_difference,
     make_job,
@@ -435,7 +435,7 @@ def test_frozen_parts_stay_and_the_others_train(gloo, strategy):
     assert largest_difference(alone.weights, finished.weights) < 1e-9
     with same_generators():
         job, _ = make_job(Llama(), flags)
-        start = prepare(job.workload, job.config, job.recipe, Place()).parallel.module.state_dict()
+        start = prepare(job.workload, job.config, job.recipe, RankContext()).parallel.module.state_dict()
     for name, value in start.items():
         is_frozen = name.startswith(("embedding", "blocks.0.", "head"))  # the head is the embedding
         assert torch.equal(finished.weights[name], value) == is_frozen, name

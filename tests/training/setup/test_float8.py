@@ -16,7 +16,7 @@ from scaleray.config.precision import PrecisionSettings
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.training.setup.float8 import check_device, convert
 from scaleray.training.setup.model_setup import prepare
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.verification.variants import short_job
 
 pytestmark = pytest.mark.combination  # a feature that few commits touch: its tests take turns
@@ -158,7 +158,7 @@ def test_the_users_model_is_plain_after_the_run():
     build = job.workload.build_model
     job.workload.build_model = lambda: built.append(build()) or built[0]
     with same_generators():
-        setup = prepare(job.workload, job.config, job.recipe, Place())
+        setup = prepare(job.workload, job.config, job.recipe, RankContext())
     assert type(built[0][1]) is not nn.Linear
     setup.close()
     assert type(built[0][1]) is nn.Linear

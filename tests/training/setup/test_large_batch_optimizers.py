@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from small_runs import (
     Classify,
-    Place,
+    RankContext,
     Tokens,
     largest_difference,
     make_job,
@@ -202,7 +202,7 @@ def steps_of(place, name, layout, inner):
 def test_sharded_parameters_train_like_whole_ones(gloo, name, layout, world_size):
     inner = 7 if layout in ("fsdp", "hsdp") else 8  # tensor parallelism cuts it
     with same_generators():
-        whole, none = steps_of(Place(), name, "whole", inner)
+        whole, none = steps_of(RankContext(), name, "whole", inner)
     assert none == 0
     for weights, calls in gloo.run(world_size, steps_of, name, layout, inner):
         assert largest_difference(whole, weights) < 1e-12

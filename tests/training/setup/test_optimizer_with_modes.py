@@ -10,7 +10,7 @@ from small_runs import Classify, train, train_alone
 from torch import nn
 
 from scaleray.errors import WorkloadError
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 
 class MeanOfSteps(torch.optim.SGD):
@@ -103,7 +103,7 @@ def test_two_workers_keep_what_one_keeps(gloo, strategy):
     assert all(torch.allclose(weights[name], value, rtol=1e-11, atol=1e-13) for name, value in alone.weights.items())
 
 
-def weights_in_pool(place: Place, strategy: str) -> dict[str, torch.Tensor]:
+def weights_in_pool(place: RankContext, strategy: str) -> dict[str, torch.Tensor]:
     return train(place, WithModes(), {**FLAGS, "strategy.name": strategy}).weights
 
 
@@ -116,7 +116,7 @@ def test_where_the_average_cannot_be_had_it_is_refused_by_name(gloo, flags):
     )
 
 
-def refusal_in_pool(place: Place, flags: dict[str, Any]) -> str:
+def refusal_in_pool(place: RankContext, flags: dict[str, Any]) -> str:
     with pytest.raises(WorkloadError) as caught:
         train(place, WithModes(), {"strategy.name": "ddp", **flags})
     return str(caught.value)

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from small_runs import Classify, Place, largest_difference, make_job, same_generators
+from small_runs import Classify, RankContext, largest_difference, make_job, same_generators
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -50,7 +50,7 @@ def steps_of(place, name, layout):
 )
 def test_every_optimizer_updates_shards_as_it_updates_whole_parameters(gloo, name, layout, world_size):
     with same_generators():
-        whole, kernels = steps_of(Place(), name, "whole")
+        whole, kernels = steps_of(RankContext(), name, "whole")
     assert name in ("lars", "lamb") or kernels["fused"]
     for weights, kernels in gloo.run(world_size, steps_of, name, layout):
         assert largest_difference(whole, weights) < 1e-12

@@ -11,7 +11,7 @@ from scaleray.launch.run import train as run
 from scaleray.records.run_record import DerivedRecord, EventRecord
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.own_optimizer import acts_on_elements
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 SHORT = {"stop.after": "2 steps", "optimizer.learning_rate": 1e-3}
 
@@ -47,7 +47,7 @@ def look(make, flags=None, varied=()):
     """What is said of an optimizer, what is in use, and the optimizer."""
     with same_generators():
         job, _ = make_job(Brings(make), {**SHORT, "optimizer.name": "adamw", **(flags or {})})
-        setup = prepare(job.workload, job.config, job.recipe, Place(), varied=varied)
+        setup = prepare(job.workload, job.config, job.recipe, RankContext(), varied=varied)
     assert setup.optimizer is job.workload.made[-1]  # what the workload keeps is what trains
     return setup.in_use.warnings, setup.in_use.values
 

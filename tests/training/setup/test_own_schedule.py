@@ -8,7 +8,7 @@ from torch.optim import lr_scheduler as schedulers
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.records.run_record import DerivedRecord
 from scaleray.training.setup.model_setup import prepare
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 
 FLAGS = {
     "stop.after": "14 steps", "optimizer.name": "adamw", "optimizer.learning_rate": 1e-2, "checkpoint.every": "3 steps",
@@ -95,7 +95,7 @@ def test_a_schedule_goes_on_at_its_place_after_a_change_of_the_batch(tmp_path):
 def look(make, flags=None, varied=()):
     with same_generators():
         job, _ = make_job(Scheduled(make), {**FLAGS, **(flags or {})})
-        setup = prepare(job.workload, job.config, job.recipe, Place(), varied=varied)
+        setup = prepare(job.workload, job.config, job.recipe, RankContext(), varied=varied)
     torch.use_deterministic_algorithms(False)
     return setup.in_use.warnings, setup.in_use.values
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from small_runs import (
     Classify,
-    Place,
+    RankContext,
     largest_difference,
     make_job,
     relative_differences,
@@ -228,7 +228,7 @@ def test_the_metrics_follow_the_schedule_and_the_weights_follow_the_metrics():
 def test_a_weight_that_is_out_stays_exactly_zero_and_so_does_its_state(optimizer):
     job, _ = make_job(Layers(), {**FLAGS, **optimizer, "pruning.method": "magnitude", "pruning.start_step": 3})
     with same_generators():
-        setup = prepare(job.workload, job.config, job.recipe, Place())
+        setup = prepare(job.workload, job.config, job.recipe, RankContext())
         weight = setup.parallel.module[3].weight
         for step in range(1, 8):
             total, count = job.workload.loss(
@@ -257,7 +257,7 @@ def test_pruned_training_is_that_of_plain_torch_with_masks(clip_norm):
     settings, plan = job.config.pruning, job.train_plan()
     losses, norms = [], []
     with same_generators():
-        model = prepare(job.workload, job.config, job.recipe, Place()).parallel.module  # for its initial values
+        model = prepare(job.workload, job.config, job.recipe, RankContext()).parallel.module  # for its initial values
         optimizer = torch.optim.AdamW(model.parameters(), 0.02, weight_decay=0.1)
         matrices = [p for p in model.parameters() if p.ndim == 2]
         masks = [torch.zeros(p.shape, dtype=torch.bool) for p in matrices]

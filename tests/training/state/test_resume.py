@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from small_runs import (
     Classify,
     KillAt,
-    Place,
+    RankContext,
     Tokens,
     WithDropout,
     largest_difference,
@@ -234,7 +234,7 @@ def test_everything_that_the_loop_keeps_between_steps_is_saved_or_known_to_be_no
     job, sources = make_job(Everything(num_val=10), FLAGS)
     inspector = Inspector(-1, None)
     with same_generators():
-        loop.run(job, Place(), sources=sources, emit=lambda message: None, probe=inspector)
+        loop.run(job, RankContext(), sources=sources, emit=lambda message: None, probe=inspector)
     torch.use_deterministic_algorithms(False)
     for kept, known in [
         (inspector.loop, LOOP_SAVED | LOOP_STATELESS),
@@ -256,14 +256,14 @@ def test_a_checkpoint_names_its_run_and_its_environment(tmp_path):
     facts = {"config_hash": "c", "environment_hash": "e", "config": job.config.to_dict()}
     saves = Checkpointing(
         job,
-        Place(),
+        RankContext(),
         Catalog.of_run(str(tmp_path)),
         emit=lambda message: None,
         facts=facts,
         before_publishing=lambda: {"mlflow": {"run_id": "r"}},
     )
     with same_generators():
-        loop.run(job, Place(), sources=sources, emit=lambda m: None, checkpointing=saves)
+        loop.run(job, RankContext(), sources=sources, emit=lambda m: None, checkpointing=saves)
     torch.use_deterministic_algorithms(False)
     manifest = Catalog.of_run(str(tmp_path)).newest()
     assert manifest.step == 14 and set(manifest.values) >= {"optimizer", "schedule", "scaler", "progress", "workload"}
@@ -404,6 +404,6 @@ def test_a_notice_for_a_second_node_is_new_although_the_first_still_stands(tmp_p
     job, _ = make_job(Classify())
     notices = iter([frozenset(), frozenset("a"), frozenset("a"), frozenset("ab"), frozenset("b")])
     saves = Checkpointing(
-        job, Place(), Catalog.of_run(str(tmp_path)), emit=print, control=Control(notice=lambda: next(notices))
+        job, RankContext(), Catalog.of_run(str(tmp_path)), emit=print, control=Control(notice=lambda: next(notices))
     )
     assert [saves._is_notice_new() for _ in range(5)] == [False, True, False, True, False]

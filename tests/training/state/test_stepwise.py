@@ -10,7 +10,7 @@ from scaleray.checkpoints.catalog import Catalog
 from scaleray.errors import LeftEarly, RunFailedError, ScaleRayError
 from scaleray.records.run_record import StepRecord
 from scaleray.training import loop
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.pausable_training import (
     COURSE,
     AskingCheckpointing,
@@ -40,11 +40,11 @@ class Stepwise:
             with same_generators():
                 return loop.run(
                     job,
-                    Place(),
+                    RankContext(),
                     sources=sources,
                     emit=watch,
                     save_weights=lambda share, name: self.weights.update(share.tensors),
-                    checkpointing=make_checkpointing(job, Place()),
+                    checkpointing=make_checkpointing(job, RankContext()),
                 )
 
         self.training = StepwiseTraining(train, pauses=pauses, start_from=start_from)

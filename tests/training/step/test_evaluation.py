@@ -4,7 +4,7 @@ import pytest
 from small_runs import Classify, rows, train, train_alone
 
 from scaleray.errors import ConfigError
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.step.evaluation import KEPT_BYTES, Evaluator
 
 
@@ -16,7 +16,7 @@ def test_a_small_split_is_read_once_and_kept_and_a_large_one_is_not(rank_bytes, 
         opened.append(len(opened))
         return iter(["a", "b"])
 
-    evaluator = Evaluator("val", None, None, Place(), open_stream, gives_tuples=False, rank_bytes=rank_bytes)
+    evaluator = Evaluator("val", None, None, RankContext(), open_stream, gives_tuples=False, rank_bytes=rank_bytes)
     for _ in range(3):
         assert list(evaluator._batches()) == ["a", "b"]
     assert len(opened) == times_read

@@ -11,7 +11,7 @@ from torch import nn
 from scaleray.data import RankBatch
 from scaleray.errors import WorkloadError
 from scaleray.training.setup.model_setup import prepare
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.step.first_batch import check_first_batch
 
 STEP = {"stop.after": "1 steps"}
@@ -48,12 +48,12 @@ def test_it_leaves_no_trace_in_parameters_buffers_counters_generators_or_the_wor
     with same_generators():
         workload = Trained()
         job, sources = make_job(workload)
-        setup = prepare(workload, job.config, job.recipe, Place())
+        setup = prepare(workload, job.config, job.recipe, RankContext())
         module = setup.parallel.module
         before = {name: value.clone() for name, value in module.state_dict().items()}
         generator = torch.get_rng_state()
         batch = RankBatch(0, sources["train"].read(list(range(8))), 8)
-        check_first_batch(workload, job.config, batch, setup, Place(), gives_tuples=False, micro_batch_size=8)
+        check_first_batch(workload, job.config, batch, setup, RankContext(), gives_tuples=False, micro_batch_size=8)
         assert torch.equal(torch.get_rng_state(), generator)
         assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
         assert all(p.grad is None for p in module.parameters())
@@ -169,17 +169,17 @@ class CountsAQuarter(Classify):
 def counted_by(workload, place):
     with same_generators():
         job, sources = make_job(workload)
-        setup = prepare(workload, job.config, job.recipe, Place())
+        setup = prepare(workload, job.config, job.recipe, RankContext())
         batch = RankBatch(0, sources["train"].read(list(range(2))), 2)
         return check_first_batch(workload, job.config, batch, setup, place, gives_tuples=False, micro_batch_size=2)
 
 
 def test_what_a_row_counts_may_be_less_than_one():
-    assert counted_by(CountsAQuarter(), Place()) == 0.25
+    assert counted_by(CountsAQuarter(), RankContext()) == 0.25
 
 
 def test_a_rank_that_ran_out_of_memory_does_not_take_part_in_what_a_row_counts():
-    class BesideAnother(Place):
+    class BesideAnother(RankContext):
         """The sums of this rank and of one whose two rows counted four."""
 
         def all_reduce(self, values):
@@ -199,9 +199,9 @@ def test_a_table_that_the_first_pass_makes_stays_where_it_is():
 
     with same_generators():
         job, sources = make_job(MakesATable())
-        setup = prepare(job.workload, job.config, job.recipe, Place())
+        setup = prepare(job.workload, job.config, job.recipe, RankContext())
         batch = RankBatch(0, sources["train"].read(list(range(8))), 8)
-        check_first_batch(job.workload, job.config, batch, setup, Place(), gives_tuples=False, micro_batch_size=8)
+        check_first_batch(job.workload, job.config, batch, setup, RankContext(), gives_tuples=False, micro_batch_size=8)
     assert setup.parallel.module.table.tolist() == [1, 1, 1]
 
 

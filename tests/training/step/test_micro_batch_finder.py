@@ -17,7 +17,7 @@ from scaleray.errors import ConfigError, StepFailedError
 from scaleray.records.text.units import GIB
 from scaleray.strategies import STRATEGIES, Parallel, single
 from scaleray.training.setup.model_setup import prepare
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.training_state import TrainState
 from scaleray.training.step.micro_batch_finder import Trial, find, next_size
 
@@ -49,36 +49,36 @@ def search(place, workload, limit_bytes, flags=None, *, steps_before=0):
 
 
 def test_it_finds_the_largest_size_that_fits_and_tries_what_it_returns():
-    everything, _ = search(Place(), Blocks(), 2**40)
+    everything, _ = search(RankContext(), Blocks(), 2**40)
     assert everything.micro_batch_size == 24 and len(everything.trials) == 3  # 1, 2, and at once the whole
     peaks = {size: search_peak(size) for size in (4, 6, 8, 12)}
     assert list(peaks.values()) == sorted(peaks.values())
     for size, peak in peaks.items():
-        at, _ = search(Place(), Blocks(), peak)
+        at, _ = search(RankContext(), Blocks(), peak)
         assert at.micro_batch_size == size and 0 <= at.headroom_share < 1e-6
-        below, _ = search(Place(), Blocks(), peak - 1)
+        below, _ = search(RankContext(), Blocks(), peak - 1)
         assert below.micro_batch_size < size
         for found in (at, below):
             assert found.micro_batch_size in [t.micro_batch_size for t in found.trials if t.fits]
 
 
 def search_peak(size):
-    found, _ = search(Place(), Blocks(), 2**40, {"batch.micro_size": size})
+    found, _ = search(RankContext(), Blocks(), 2**40, {"batch.micro_size": size})
     assert found.micro_batch_size == size == found.largest
     return found.trials[-1].peak_bytes
 
 
 def test_less_memory_for_activations_allows_larger_micro_batches():
     limit = search_peak(6)
-    plain, _ = search(Place(), Blocks(), limit)
-    checkpointed, _ = search(Place(), Blocks(), limit, {"activations.checkpointing": "full"})
+    plain, _ = search(RankContext(), Blocks(), limit)
+    checkpointed, _ = search(RankContext(), Blocks(), limit, {"activations.checkpointing": "full"})
     assert plain.micro_batch_size == 6 < checkpointed.micro_batch_size
 
 
 def test_the_reserve_stays_free():
     limit = 1.05 * search_peak(6)
-    assert search(Place(), Blocks(), limit)[0].micro_batch_size == 6
-    found, _ = search(Place(), Blocks(), limit, {"memory.reserve": 0.1})
+    assert search(RankContext(), Blocks(), limit)[0].micro_batch_size == 6
+    found, _ = search(RankContext(), Blocks(), limit, {"memory.reserve": 0.1})
     assert found.micro_batch_size < 6 and found.headroom_share >= 0.1
     assert any(not t.fits and t.peak_bytes <= limit for t in found.trials)
 
@@ -89,7 +89,7 @@ def test_the_reserve_stays_free():
 def test_the_training_state_is_afterwards_what_it_was(workload, precision, steps_before):
     flags = {**ADAMW, "precision.dtype": precision}
     least = 2 if workload is BlocksWithBatchNorm else 1
-    found, is_same = search(Place(), OnlyPairs(workload(), least), 2**40, flags, steps_before=steps_before)
+    found, is_same = search(RankContext(), OnlyPairs(workload(), least), 2**40, flags, steps_before=steps_before)
     assert is_same and found.micro_batch_size == 24
 
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from small_runs import Classify, Place, Tokens, make_job, same_generators, train, train_alone
+from small_runs import Classify, RankContext, Tokens, make_job, same_generators, train, train_alone
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.manifest import folder_name
@@ -235,8 +235,8 @@ class FromFourthOn:
 def test_a_wish_to_leave_is_heard_some_steps_later_by_all_and_loses_none(tmp_path):
     job, sources = make_job(Classify(num_rows=54), {"stop.after": "20 steps"})
     control, messages = Control(wants_leave=FromFourthOn()), []
-    saves = Checkpointing(job, Place(), Catalog.of_run(str(tmp_path)), emit=messages.append, control=control)
+    saves = Checkpointing(job, RankContext(), Catalog.of_run(str(tmp_path)), emit=messages.append, control=control)
     with runs_ahead(), same_generators(), pytest.raises(LeftEarly, match="after step 6"):
-        loop.run(job, Place(), sources=sources, emit=messages.append, checkpointing=saves)
+        loop.run(job, RankContext(), sources=sources, emit=messages.append, checkpointing=saves)
     assert [m.step for m in messages if isinstance(m, StepRecord)] == [1, 2, 3, 4, 5, 6]
     assert Catalog.of_run(str(tmp_path)).steps() == [6]

@@ -24,7 +24,7 @@ from torch import nn
 from scaleray.data import RankBatch
 from scaleray.errors import DataError, RunFailedError, WorkloadError
 from scaleray.training.setup.model_setup import prepare
-from scaleray.training.setup.place import Place
+from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.step.first_batch import check_first_batch
 from scaleray.training.step.micro_batches import micro_batches
 from scaleray.training.step.step import TrainStep
@@ -208,12 +208,12 @@ def test_the_look_at_the_first_batch_leaves_no_trace():
             nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)
         )
         job, sources = make_job(workload)
-        setup = prepare(workload, job.config, job.recipe, Place())
+        setup = prepare(workload, job.config, job.recipe, RankContext())
         module = setup.parallel.module
         before = {name: value.clone() for name, value in module.state_dict().items()}
         generator = torch.get_rng_state()
         batch = RankBatch(0, sources["train"].read(np.arange(8)), 8)
-        check_first_batch(workload, job.config, batch, setup, Place(), gives_tuples=False, micro_batch_size=4)
+        check_first_batch(workload, job.config, batch, setup, RankContext(), gives_tuples=False, micro_batch_size=4)
         assert torch.equal(torch.get_rng_state(), generator)
         assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
         assert all(p.grad is None for p in module.parameters()) and module.training
@@ -226,8 +226,8 @@ def take_steps(workload, flags, num_steps):
     """Results and gradients of single steps, outside of the loop."""
     with same_generators():
         job, sources = make_job(workload, flags)
-        setup = prepare(workload, job.config, job.recipe, Place())
-        step = TrainStep(workload, setup, job.config, job.recipe, Place(), gives_tuples=False)
+        setup = prepare(workload, job.config, job.recipe, RankContext())
+        step = TrainStep(workload, setup, job.config, job.recipe, RankContext(), gives_tuples=False)
         plan = job.train_plan()
         results = []
         for number in range(num_steps):
@@ -298,8 +298,8 @@ def test_a_placeholder_counts_nothing_and_moves_nothing():
     with same_generators():
         workload = Classify()
         job, sources = make_job(workload)
-        setup = prepare(workload, job.config, job.recipe, Place())
-        step = TrainStep(workload, setup, job.config, job.recipe, Place(), gives_tuples=False)
+        setup = prepare(workload, job.config, job.recipe, RankContext())
+        step = TrainStep(workload, setup, job.config, job.recipe, RankContext(), gives_tuples=False)
         with pytest.raises(WorkloadError, match="a total count of 0"):
             step(RankBatch(0, sources["train"].read(np.array([0])), 0), num_rows=8, want_norm=False)
         assert all(p.grad.abs().max() == 0 for p in setup.parallel.module.parameters())
@@ -328,9 +328,9 @@ def test_a_strategy_that_averages_is_asked_for_the_sum():
         job, sources = make_job(workload)
         gradients = []
         for divisor in (1, 2):
-            setup = prepare(workload, job.config, job.recipe, Place())
+            setup = prepare(workload, job.config, job.recipe, RankContext())
             setup = dataclasses.replace(setup, parallel=dataclasses.replace(setup.parallel, gradient_divisor=divisor))
-            step = TrainStep(workload, setup, job.config, job.recipe, Place(), gives_tuples=False)
+            step = TrainStep(workload, setup, job.config, job.recipe, RankContext(), gives_tuples=False)
             step(RankBatch(0, sources["train"].read(np.arange(8)), 8), num_rows=8, want_norm=False)
             gradients.append(next(setup.parallel.module.parameters()).grad)
         assert torch.allclose(2 * gradients[0], gradients[1])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from small_runs import (
     Classify,
-    Place,
+    RankContext,
     TiedAndFrozen,
     Tokens,
     WithDropout,
@@ -307,7 +307,7 @@ def test_only_the_steps_before_a_measurement_are_measured_and_the_hooks_go_with_
     job, _ = make_job(
         workload, {"shares.by": "speed", "shares.measure_every": 50, "stop.after": "120 steps"}, world_size=2
     )
-    shares, model = WorkerShares(job.config, job.recipe, Place(world_size=2)), workload.build_model()
+    shares, model = WorkerShares(job.config, job.recipe, RankContext(world_size=2)), workload.build_model()
     shares.watch(model)
     timed = []
     for step in range(1, 51):
@@ -330,7 +330,7 @@ def test_a_step_without_rows_or_without_gradients_says_nothing_of_speed():
     assert meter.end() is None
     meter.close()
     job, _ = make_job(Classify(), CHANGING, world_size=2)
-    assert WorkerShares(job.config, job.recipe, Place(world_size=2)).measured_speed() == 0.0
+    assert WorkerShares(job.config, job.recipe, RankContext(world_size=2)).measured_speed() == 0.0
 
 
 class Sleepy(Classify):

@@ -12,7 +12,7 @@ from scaleray.config.parallel import Degrees
 
 
 @dataclass(frozen=True)
-class Place:
+class RankContext:
     """Context of one worker among all. Without a process group it is the only one."""
 
     rank: int = 0
