@@ -52,7 +52,7 @@ def watch(
     if run is None and not all_:
         raise UsageError.problem("Give", "a RUN, or --all", "for example: scaleray watch digits-w002")
     if run is not None and all_:
-        raise UsageError("RUN", run, "--all takes no RUN", "omit one of them")
+        raise UsageError.problem("RUN", "cannot be combined with --all", "omit one of them")
     if interval is not None and not LEAST_S <= interval < float("inf"):
         raise ConfigError("--interval", interval, f"it must be at least {LEAST_S} seconds")
     if hasattr(sys.stdout, "reconfigure"):

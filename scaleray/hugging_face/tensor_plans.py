@@ -30,10 +30,8 @@ def transformers_plan(model: Any, *, size: int, sequence_parallel: bool) -> Mapp
     if not of_base or not isinstance(getattr(model, prefix, None), nn.Module):
         return None
     if sequence_parallel:
-        raise ConfigError(
-            "tensor.sequence_parallel", True, "plans of transformers split layers alone",
-            "use --tensor.sequence-parallel false",
-        )  # fmt: skip
+        allowed = "plans of transformers only split layers"
+        raise ConfigError("tensor.sequence_parallel", True, allowed, "use --tensor.sequence-parallel false")
     for name in DIVIDED:
         count = getattr(config, name, None)
         if isinstance(count, int) and count % size:
@@ -44,6 +42,6 @@ def transformers_plan(model: Any, *, size: int, sequence_parallel: bool) -> Mapp
     for name, style in names.items():
         if style not in STYLES:
             raise WorkloadError(
-                f"transformers' plan of {name}", style, "it is for inference alone", "use parallel.shard"
+                f"transformers' plan of {name}", style, "it supports only inference", "use parallel.shard"
             )
     return {name: STYLES[style]() for name, style in names.items()}

@@ -19,8 +19,8 @@ that misses a run's end reports it as lost."""
 
 
 class Publisher(ABC):
-    """Publishes the series that a subclass gives. port: None disables the page. publish: receives, in a thread, the
-    series that no other process publishes, or None. say: logs the first failure, which is otherwise ignored."""
+    """Publishes the series of a subclass. port: None disables the page. publish: receives, in a thread, the series that
+    no other process publishes, or None. say: logs the first failure, which is otherwise ignored."""
 
     publish: Callable[[Sequence[Series]], None] | None = None
     say: Callable[[str], None] | None = None

@@ -67,10 +67,9 @@ class Recovery:
             steps = {step for *_, step in store.history(names.LOSS.name)}
             return KnownRun(store.last_steps(), steps, store.tags("scaleray."))
         except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
-            raise TrackingError(
-                "MLflow at",
-                without_password(store.uri),
-                f"the points of run {store.run_id} cannot be read: {first_line(exc)}",
+            raise TrackingError.problem(
+                "The points",
+                f"of run {store.run_id} cannot be read from MLflow at {without_password(store.uri)}: {first_line(exc)}",
                 "resume once it answers",
             ) from exc
 

@@ -144,10 +144,10 @@ def check_one_kind(rungs: Iterable[Rung]) -> None:
     distinct = {json.dumps(kind, sort_keys=True): name for name, kind in kinds.items()}
     if len(distinct) > 1:
         (first, one), (second, other), *_ = distinct.items()
-        raise ClusterError(
+        raise ClusterError.problem(
             "the workers' hardware",
-            f"{first} for {one} and {second} for {other}",
-            "all points of a curve must be measured on the same hardware",
+            f"differs: {first} for {one}, {second} for {other}; all points of a curve must be measured on the "
+            "same hardware",
             "choose the nodes with scale.label_selector",
         )
 

@@ -51,8 +51,9 @@ def experiment_curves(
         try:
             Path(html).write_text(page)
         except OSError as exc:
-            problem = f"it cannot be written: {exc.strerror}"
-            raise StorageError("--html", str(html), problem, "choose another file") from exc
+            raise StorageError.problem(
+                "--html", f"{html} cannot be written: {exc.strerror}", "choose another file"
+            ) from exc
     return found
 
 

@@ -47,8 +47,8 @@ def make_rungs(
                 raise DataError(
                     "--world-sizes",
                     workers,
-                    f"with --mode weak {exc.allowed} there, and {exc.what} is {exc.found}",
-                    "leave the size out, or begin with a smaller batch.global_size",
+                    f"with --mode weak, {exc.what} is {exc.found} there: {exc.allowed}",
+                    "omit the size, or begin with a smaller batch.global_size",
                 ) from exc
             job = TrainJob(spread, recipe, workload, splits, steady_time())
             name = f"w{workers:03d}-b{recipe.global_batch_size}-m{recipe.micro_batch_size}-{recipe.strategy}"
@@ -100,7 +100,7 @@ def _check(config: RunConfig, options: StudyOptions, splits: Mapping[str, Split]
             "memory.find_micro_size",
             True,
             "every measurement would search again, and sizes with different micro-batches cannot form a curve",
-            "set batch.micro_size to the result of a training on the smallest size, and leave this out",
+            "set batch.micro_size to the result of a training on the smallest size, and omit memory.find_micro_size",
         )
     _check_shares(config, options)
     if options.to_target and config.stop.at is None:
@@ -128,7 +128,7 @@ def _check_shares(config: RunConfig, options: StudyOptions) -> None:
         raise ConfigError(
             "shares.speeds",
             list(speeds),
-            f"there is no speed for each of {other[0]} workers",
+            f"{other[0]} workers need {other[0]} speeds",
             f"measure 1 and {len(speeds)} workers, or use equal shares",
         )
 

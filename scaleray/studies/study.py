@@ -188,9 +188,8 @@ def _read(folder: str) -> StudyRecord:
     try:
         return StudyRecord.read(path)
     except (OSError, ValueError) as exc:  # pydantic's errors are ValueErrors
-        raise ConfigError(
+        raise ConfigError.problem(
             "--points-of",
-            folder,
-            f"it has no record of a study: {first_line(exc)}",
+            f"{folder} has no record of a study: {first_line(exc)}",
             "name the folder of a finished study",
         ) from exc

@@ -59,7 +59,7 @@ class StudyOptions:
         if self.steps < 4:
             raise ConfigError("--steps", self.steps, "it must be at least 4", "40 leaves 20 after the warm-up")
         if not 0 <= self.seconds < 86_400:
-            raise ConfigError("--seconds", self.seconds, "it must be 0 or more, and less than a day")
+            raise ConfigError("--seconds", self.seconds, "it must be at least 0 and less than a day")
 
     @property
     def sizes(self) -> list[int]:

@@ -103,8 +103,11 @@ class KnownTurns:
             return None
         sealed = SEALED.search(name)
         if sealed is not None and sealed["hash"] != _hash(content):
-            problem, hint = "it was changed: its hash differs", "remove it, or measure again with --force"
-            raise StorageError("a measured turn", self.store.path(name), problem, hint)
+            raise StorageError.problem(
+                "The measurement",
+                f"{self.store.path(name)} was changed: its hash differs",
+                "remove it, or measure again with --force",
+            )
         try:
             return TypeAdapter(kind).validate_json(content)
         except ValidationError:

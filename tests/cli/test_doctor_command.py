@@ -130,7 +130,7 @@ def test_the_table_fits_80_columns_and_has_every_remedy():
     [
         (["--local", "--address", "a:1"], "--address and --local cannot be combined"),
         (["--network", "fast"], "fast"),
-        (["--address", "http://10.0.0.1:8265"], "the dashboard's address"),
+        (["--address", "http://10.0.0.1:8265"], "this is the dashboard"),
         (["-c", "nowhere.yaml"], "nowhere.yaml"),
         (["--local", "--uri", "ftp://somewhere"], "tracking.uri"),
     ],

@@ -86,10 +86,7 @@ def test_five_questions_are_asked_on_a_terminal(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (
-            [],
-            "--from is required: it cannot be asked for without a terminal. Give one of table, text, images, lightning, hf.",
-        ),
+        ([], "--from is required without a terminal. It must be one of table, text, images, lightning, hf."),
         (["--from", "audio"], "it must be one of table, text, images, lightning, hf"),
         (["--from", "text", "--name", "my-text"], "the name of a Python module"),
         (["--from", "text", "--name", "json"], "an installed module has this name"),
@@ -105,7 +102,7 @@ def test_bad_input_is_one_message(words, says, tmp_path, monkeypatch, capsys):
 
 def test_a_folder_that_cannot_be_written_is_one_message(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="it cannot be written"):
+    with pytest.raises(UsageError, match="cannot be written"):
         write_project("table", tmp_path / "file" / "project")
 
 

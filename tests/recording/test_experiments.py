@@ -140,15 +140,15 @@ def test_a_question_that_cannot_be_answered_is_one_error(stored, asked, message)
 
 
 def test_an_empty_store_and_one_that_is_away_are_said_and_no_database_is_made(uri, tmp_path):
-    with pytest.raises(TrackingError, match="it has no run of scaleray"):
+    with pytest.raises(TrackingError, match="has no runs of scaleray"):
         read_experiments(uri)
-    with pytest.raises(TrackingError, match="it has no run of scaleray"):
+    with pytest.raises(TrackingError, match="has no runs of scaleray"):
         read_experiments(uri, since="1d")
     none = tmp_path / "none.db"
-    with pytest.raises(TrackingError, match="for another database use --uri"):
+    with pytest.raises(TrackingError, match="choose another database with --uri"):
         read_experiments(f"sqlite:///{none}")
     assert not none.exists()
-    with pytest.raises(TrackingError, match="it does not answer"):
+    with pytest.raises(TrackingError, match="does not answer"):
         read_experiments("http://127.0.0.1:9")
 
 
@@ -159,7 +159,7 @@ def test_a_server_that_redirects_is_named_with_the_place(monkeypatch):
     with receiving([302]) as receiver:
         with pytest.raises(TrackingError) as refused:
             read_experiments(receiver.url("/").rstrip("/"))
-        assert f"it redirects to {receiver.url('/elsewhere')}." in str(refused.value)
+        assert f"redirects to {receiver.url('/elsewhere')}." in str(refused.value)
 
 
 def test_ages_and_dates_are_moments():

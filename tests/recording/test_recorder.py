@@ -303,9 +303,9 @@ def test_a_file_sends_nothing_to_a_server_that_it_names_itself_and_no_file_from_
     ]
     lines = [head, *({"op": "artifact", "path": path} for path in paths)]
     (folder / "unsent.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    with pytest.raises(TrackingError, match="to which nothing is sent unless you name it"):
+    with pytest.raises(TrackingError, match="so nothing is sent to it unless you name it"):
         replay(folder / "unsent.jsonl")
-    with pytest.raises(TrackingError, match=r"refused 3 of its values .*secret\.txt: it is not in"):
+    with pytest.raises(TrackingError, match=r"rejected 3 values .*secret\.txt: it is not in"):
         replay(folder / "unsent.jsonl", uri=uri)
     from mlflow import MlflowClient
 

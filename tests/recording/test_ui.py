@@ -36,7 +36,7 @@ def test_a_password_is_on_no_command_line_and_in_no_message(monkeypatch, capsys)
     ((command, environment),) = started
     assert "hunter2" not in " ".join(command) + capsys.readouterr().out
     assert environment["MLFLOW_BACKEND_STORE_URI"] == uri
-    with pytest.raises(TrackingError, match="it is already a server") as caught:
+    with pytest.raises(TrackingError, match="is already a server") as caught:
         ui.tracking_ui(uri="http://me:hunter2@127.0.0.1:9", port=0)
     assert "hunter2" not in str(caught.value)
 

@@ -389,7 +389,7 @@ def test_one_size_makes_no_curve_and_says_so(study):
 
 
 def test_what_a_worker_raised_itself_is_read_before_what_the_others_heard_of_it():
-    failures = {0: (PeerLostError("another worker failed in this turn"), ""), 1: (RunFailedError("mine"), "")}
+    failures = {0: (PeerLostError("another worker failed in this measurement"), ""), 1: (RunFailedError("mine"), "")}
     assert str(gloo._first_cause(failures)) == "mine"
 
 

@@ -125,11 +125,13 @@ def _examined(subject: Subject, *, address: str | None, local: bool, say: Callab
 def _write_collectives(path: Path, record: DoctorRecord) -> None:
     if not record.measured.all_reduces:
         why = record.measured.not_measured.get("links", "they were not measured")
-        raise UsageError("--collectives", str(path), f"there are no all-reduce measurements to write: {why}")
+        raise UsageError.problem(
+            "--collectives", f"{path} was not written: there are no all-reduce measurements: {why}"
+        )
     try:
         path.write_text(collectives_csv(record.measured.all_reduces))
     except OSError as exc:
-        raise UsageError("--collectives", str(path), f"it cannot be written: {exc.strerror}") from exc
+        raise UsageError.problem("--collectives", f"{path} cannot be written: {exc.strerror}") from exc
 
 
 def _kept_in_mlflow(record: DoctorRecord, uri: str, experiment: str) -> DoctorRecord:
@@ -152,7 +154,7 @@ def _kept_in_mlflow(record: DoctorRecord, uri: str, experiment: str) -> DoctorRe
             run.send(SetTags({"scaleray.verdict": kept.verdict, "scaleray.preflight": kept.worst}))
             run.send(EndRun("FINISHED", int(time.time() * 1000)))
         except Exception as exc:  # mlflow and its drivers share no base class
-            raise TrackingError(
-                "MLflow at", without_password(uri), f"it did not accept the record: {first_line(exc)}"
+            raise TrackingError.problem(
+                "MLflow", f"at {without_password(uri)} rejected the record: {first_line(exc)}"
             ) from exc
     return kept

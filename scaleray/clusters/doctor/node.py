@@ -274,5 +274,5 @@ def _mlflow_error(uri: str | None) -> str | None:
     try:
         check_reachable(uri)
     except TrackingError as exc:
-        return exc.allowed
+        return f"{exc.what} {exc.allowed}"
     return ""

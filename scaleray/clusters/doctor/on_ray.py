@@ -117,7 +117,7 @@ def ray_nodes(address: str) -> Iterator[RayNodes]:
         raise ClusterError(
             "--address",
             address,
-            "this is the dashboard's address, for submitting jobs",
+            "this is the dashboard, which only accepts jobs",
             "give HOST:6379, or ray job submit --address ... -- python -m scaleray doctor",
         )
     with contextlib.ExitStack() as stack:

@@ -55,10 +55,9 @@ class KubernetesJobs:
         known = {name.partition("/")[0].partition(".")[0] + "/" + name.rpartition("/")[2] for name in there}
         missing = [f"{kind}/{name}" for kind, name in service_names(objects) if f"{kind.lower()}/{name}" not in known]
         if missing:
-            raise ClusterError(
-                "the namespace",
-                self.cluster.namespace,
-                f"it lacks {', '.join(missing)}",
+            raise ClusterError.problem(
+                "The namespace",
+                f"{self.cluster.namespace} lacks {', '.join(missing)}",
                 "kubectl apply -k cluster/kubernetes/admin, then kubectl apply -k cluster/kubernetes/base",
             )
         if secret_names:
@@ -167,10 +166,9 @@ class KubernetesJobs:
         there = self._kubectl("get", "secret", self.cluster.secret, "-o", f"go-template={template}").split()
         missing = [name for name in names if name not in there]
         if missing:
-            raise ClusterError(
-                "the Secret",
-                self.cluster.secret,
-                f"it has no key {', '.join(missing)}",
+            raise ClusterError.problem(
+                "The Secret",
+                f"{self.cluster.secret} has no key {', '.join(missing)}",
                 "on Kubernetes --secret-env gives keys of this Secret; submissions do not contain values",
             )
 
@@ -232,7 +230,7 @@ class KubernetesJobs:
                 raise ClusterError("--to", self.cluster.name, f"{allowed}: {text}", hint)
         if job and "notfound" in low.replace(" ", ""):
             hint = f"scaleray jobs list --to {self.cluster.name}"
-            raise ClusterError("JOB", job, f"the namespace {self.cluster.namespace} has no job of this name", hint)
+            raise ClusterError.problem("JOB", f"{job} was not found in the namespace {self.cluster.namespace}", hint)
         raise ClusterError("--to", self.cluster.name, f"kubectl reports: {text}", f"check {where}")
 
 

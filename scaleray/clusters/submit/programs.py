@@ -47,8 +47,10 @@ def run(words: Sequence[str], *, given: bytes = b"", limit_s: float = LIMIT_S) -
     try:
         done = subprocess.run(list(words), input=given, capture_output=True, timeout=limit_s, check=False)
     except FileNotFoundError as exc:
-        raise ClusterError(
-            words[0], "not found", "it is needed to reach this cluster", "install it, or load its module"
+        raise ClusterError.problem(
+            words[0],
+            "is not installed here, but this cluster can only be reached with it",
+            "install it, or load its module",
         ) from exc
     except subprocess.TimeoutExpired:
         return Said(124, err=f"{words[0]} did not answer within {limit_s:g} s")

@@ -193,10 +193,9 @@ class SlurmJobs:
         said = self._shell(f"{shlex.quote(python)} -c {shlex.quote(PROBE)}")
         found = versions_in(said.out)
         if found is None:
-            raise ClusterError(
+            raise ClusterError.problem(
                 f"environment of {self.cluster.name}",
-                self.cluster.environment,
-                f"its Python does not report versions: {said.problem}",
+                f"has a Python that does not report versions: {said.problem}",
                 "use a virtual environment visible to the nodes; docs/cluster.md explains how to create one",
             )
         return found
@@ -326,7 +325,9 @@ class SlurmJobs:
             found = (name, given) if given.isdigit() else None
         if found is None:
             hint = f"scaleray jobs list --to {self.cluster.name}"
-            raise ClusterError("JOB", name, f"{self.cluster.folder} has no job of this name or number", hint)
+            raise ClusterError.problem(
+                "JOB", f"{name} is neither the name nor the number of a job in {self.cluster.folder}", hint
+            )
         return found
 
     def _path(self, name: str) -> str:

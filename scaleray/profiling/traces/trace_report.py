@@ -98,10 +98,9 @@ def ranks_of(traces: list[Trace]) -> dict[int, Trace]:
     for trace in traces:
         rank = trace.rank
         if rank is None and len(traces) > 1:
-            raise TraceError(
-                f"the rank of {trace.file}",
-                "missing in it",
-                "with several traces, each needs its rank in distributedInfo",
+            raise TraceError.problem(
+                trace.file,
+                "has no rank in distributedInfo, which each of several traces needs",
                 "trace after torch.distributed is initialised, or give this file alone",
             )
         if (rank or 0) in by_rank:
@@ -138,12 +137,14 @@ def check_together(traces: Mapping[int, Trace]) -> None:
         if trace.own.get("torch") != first.own.get("torch"):
             versions = [one.own.get("torch", "unknown") for one in (trace, first)]
             raise TraceError.problem(
-                trace.file, f"is from torch {versions[0]} but {first.file} from {versions[1]}", "give traces of one run"
+                trace.file,
+                f"is from torch {versions[0]}, but {first.file} is from {versions[1]}",
+                "give traces of one run",
             )
         if (found := marked_steps(trace).numbers) != steps:
             raise TraceError.problem(
                 trace.file,
-                f"has steps {list(found)} but {first.file} has {list(steps)}",
+                f"has the steps {list(found)}, but {first.file} has {list(steps)}",
                 "collectives are matched by step: give traces of the same steps",
             )
 

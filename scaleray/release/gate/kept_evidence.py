@@ -73,7 +73,7 @@ def read_evidence(folder: Path) -> tuple[Evidence, Policy]:
         study = record_of((folder / STUDY).read_bytes(), where=STUDY) if (folder / STUDY).is_file() else None
         policy = policy_of(about["policy"], where="stored with the evidence")
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as exc:
-        raise TrackingError("the evidence", str(folder), f"it is incomplete: {type(exc).__name__} {exc}") from exc
+        raise TrackingError.problem("The evidence", f"in {folder} is incomplete: {type(exc).__name__} {exc}") from exc
     assert study is None or isinstance(study, StudyRecord)
     return Evidence(**sides, certificates=certificates, study=study, notes=list(about["notes"])), policy
 

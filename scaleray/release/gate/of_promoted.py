@@ -68,8 +68,7 @@ def judge_promoted(
     and TrackingError."""
     for name in gates or ():
         if name not in OF_PROMOTED:
-            allowed = f"against a registered version the gates are {', '.join(OF_PROMOTED)}"
-            raise ConfigError("--gates", name, allowed)
+            raise ConfigError("--gates", name, f"it must be one of {', '.join(OF_PROMOTED)} with a registered version")
     if days is not None and days <= 0:
         raise UsageError("--days", days, "it must be above 0")
     kept, held = read_evidence(fetch_model(str(version), uri=uri).parents[len(MODEL.parts) - 1] / EVIDENCE)

@@ -42,7 +42,8 @@ def next_on_path(name: str | None = None, *, until: str | None = None, say: Say 
 
 
 def steps_ahead(name: str | None = None, *, until: str | None = None) -> list[PathTask]:
-    """The next task of a path, or all open ones until a step is done or a person must decide, without running them. //
+    """The next task of a path, or all open ones until a step is done or a person must decide, without running them.
+
     The first has its current command; later ones need the results of earlier ones."""
     last = STEPS.index(_step(until)) if until is not None else None
     path, found = find_path(name), list[PathTask]()
@@ -59,7 +60,7 @@ def steps_ahead(name: str | None = None, *, until: str | None = None) -> list[Pa
 
 def _step(name: str) -> str:
     if name not in STEPS:
-        raise UsageError("--until", name, f"steps are {', '.join(STEPS)}")
+        raise UsageError("--until", name, f"it must be one of {', '.join(STEPS)}")
     return name
 
 
@@ -67,7 +68,7 @@ def skip_on_path(task: str, reason: str, *, name: str | None = None) -> PathReco
     """Skip a task, with a reason shown in the status. Raises UsageError for an unknown one."""
     path = find_path(name)
     if not reason.strip():
-        raise UsageError("--reason", reason or None, "give the reason to readers of the path")
+        raise UsageError("--reason", None, "readers of the path see it")
     with locked(path) as path:
         known = _known(path, task)
         _refuse_running(path, [known])
@@ -152,12 +153,12 @@ def _refuse_running(path: PathRecord, tasks: Sequence[PathTask]) -> None:
     for task in tasks:
         if task.status == "running":
             hint = f"wait for it, or end it; its log is {log_of(path, task)}"
-            raise UsageError("the task", task.key, "its command still runs", hint)
+            raise UsageError.problem("The command", f"of task {task.key} is still running", hint)
 
 
 def _known(path: PathRecord, key: str) -> PathTask:
     if (task := path.task(key)) is None:
-        raise UsageError("the task", key, f"{path.name} has {', '.join(one.key for one in path.tasks)}")
+        raise UsageError("TASK", key, f"{path.name} has {', '.join(one.key for one in path.tasks)}")
     return task
 
 

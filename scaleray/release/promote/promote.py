@@ -83,7 +83,7 @@ def promote(
     if alias is not None:
         check_alias(alias)
     elif pipeline is not None:
-        raise UsageError("--pipeline", str(pipeline), "it needs an alias", "scaleray promote RUN --as ALIAS")
+        raise UsageError.problem("--pipeline", "requires an alias", "scaleray promote RUN --as ALIAS")
     check_cluster(cluster)
     held = read_policy(policy)
     with tempfile.TemporaryDirectory(dir=cache_folder("models")) as folder:
@@ -119,7 +119,9 @@ def _write(found: FoundRun, gates: GateRecord, place: Path, out: Path, options: 
     parts = find_parts(trained, **options.parts)
     if not parts.weights.has_hash:
         advice = "train it again to its end: newer versions record hashes"
-        raise CheckpointError(parts.weights.words, f"those of {run.name}", "they have no recorded hash", advice)
+        raise CheckpointError.problem(
+            "RUN", f"{run.name} has no recorded hash of its weights ({parts.weights.words})", advice
+        )
     with stage("packing the model"):
         signature = pack(trained, parts, place / "packed", workload=options.workload)
         libraries = (run.environment.get("environment") or {}).get("packages") or {}
@@ -207,7 +209,10 @@ def _model_name(run: RunRecord) -> str:
     name = str((run.config.get("tracking") or {}).get("experiment") or "")
     if not name or set(name) & set("/:'"):
         raise UsageError(
-            "--model", name or None, "the registry needs a name without /, : and quotes", "for example --model digits"
+            "--model",
+            name or None,
+            "the registry accepts only names without /, : and quotes",
+            "for example --model digits",
         )
     return name
 
@@ -215,7 +220,7 @@ def _model_name(run: RunRecord) -> str:
 def _in_mlflow(run: RunRecord) -> str:
     if not run.run_id:
         raise TrackingError.problem(
-            "The run", "is not in MLflow: a version names its MLflow run", "train with tracking"
+            "The run", "is not in MLflow, which a registered version needs", "train with tracking"
         )
     return run.run_id
 
@@ -225,10 +230,9 @@ def _stored(registry: ModelRegistry, run: RunRecord) -> Any:
     found = registry.run(run.run_id)
     if found is None or found.info.lifecycle_stage == "deleted":
         state = "missing" if found is None else "deleted"
-        raise TrackingError(
-            "the run in MLflow",
-            run.run_id,
-            f"it is {state}",
+        raise TrackingError.problem(
+            "The MLflow run",
+            f"{run.run_id} is {state}",
             "restore it, name its MLflow with --uri, or promote another run",
         )
     return found

@@ -31,7 +31,8 @@ MAY_DIFFER = ("workload.name",)
 
 
 def pipeline_checks(folder: Path, elsewhere: str | Path | None) -> Iterator[Check]:
-    """folder: a version's complete files. elsewhere: a copy of its pipeline to check, if any."""
+    """Checks of a version's pipeline. folder: the version's complete files. elsewhere: a copy of its pipeline to check,
+    if any."""
     own = folder / FOLDER
     if own.is_dir():
         yield _trains_the_same(folder)

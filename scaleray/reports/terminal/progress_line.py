@@ -1,4 +1,4 @@
-"""Current activity of a command: rows with the time left on a terminal, lines now and then in a pipe."""
+"""Current activity of a command: rows with the remaining time on a terminal, occasional lines in a pipe."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StageDisplay:
         self._stages: list[Stage] = []
         self._spinner = Spinner("dots")
         self._heard: set[Stage] = set()
-        """Stages that a pipe has heard of."""
+        """Stages that were reported in a pipe."""
         self._spoke_at = time.monotonic()
         self._stop = threading.Event()
         self._lock = threading.RLock()
@@ -68,7 +68,7 @@ class StageDisplay:
         self.console.print(inert(text), highlight=False, markup=False, soft_wrap=True)
 
     def begin(self, stage: Stage) -> None:
-        """A stage has begun."""
+        """Show a stage that has begun."""
         with self._lock:
             self._stages.append(stage)
 
@@ -87,7 +87,7 @@ class StageDisplay:
             self._stages.remove(stage)
 
     def look(self) -> None:
-        """In a pipe: report the current stage after a long silence."""
+        """Report the current stage in a pipe after a long silence."""
         with self._lock:
             silent_s = time.monotonic() - self._spoke_at
             for stage in self._stages[-1:]:
@@ -135,7 +135,7 @@ def so_far(stage: Stage) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words, no finer than a reader wants: 3.2 s, 45 s, 2 min 10 s, 3 h 20 min."""
+    """Seconds as text, rounded for readers: 3.2 s, 45 s, 2 min 10 s, 3 h 20 min."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)

@@ -136,7 +136,7 @@ def resampled(turns: Turns, *, number: int = 0, is_paired: bool = False) -> Resa
     steps = [step for turn in turns for step in turn]
     if not steps or not all(math.isfinite(step) and step > 0 for step in steps):
         found = next((step for step in steps if not (math.isfinite(step) and step > 0)), "none")
-        raise UsageError("the step times of a point", found, "they must be seconds above 0, at least one")
+        raise UsageError.problem("the step times of a point", f"must be seconds above 0, at least one, not {found}")
     return _resampled(tuple(tuple(turn) for turn in turns if turn), number, NUM_DRAWS, is_paired)
 
 

@@ -108,7 +108,7 @@ def test_what_is_neither_a_file_nor_a_folder_stays(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     assert names(tmp_path) == ["a"]
-    with pytest.raises(ConfigError, match="it is not a folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         contents_of(tmp_path / "a", max_mib=1)
 
 
@@ -119,9 +119,9 @@ def test_a_config_outside_or_left_out_or_missing_is_refused_with_the_reason(tmp_
     found = contents_of(here, max_mib=1)
     assert check_is_in(found, here / "jobs" / ".." / "jobs" / "a", what="--config") == "jobs/a"
     for path, words in (
-        (tmp_path / "there" / "b", "it is outside the working directory"),
+        (tmp_path / "there" / "b", "is outside the working directory"),
         (here / "hidden", "excluded by git or one of .gitignore, .rayignore"),
-        (here / "none", "it does not exist"),
+        (here / "none", "none does not exist"),
     ):
         with pytest.raises(ConfigError, match=words):
             check_is_in(found, path, what="--config")
@@ -184,7 +184,7 @@ def test_a_checkout_in_the_folder_has_its_own_ignored_files(checkout):
 
 def test_a_git_that_does_not_answer_is_an_error_and_not_a_folder_without_one(checkout, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ConfigError, match="git cannot list what it ignores there"):
+    with pytest.raises(ConfigError, match="git cannot list the files that it ignores"):
         names(checkout)
     assert names(made(checkout.parents[1] / "plain", a="1")) == ["a"]
 
@@ -203,5 +203,5 @@ def test_secrets_stay_whatever_ignore_files_say(tmp_path, name):
     (tmp_path / "harmless").symlink_to(tmp_path / name)
     found = contents_of(tmp_path, max_mib=1)
     assert set(found.files) == {".rayignore", "a"}
-    with pytest.raises(ConfigError, match="it is named like a secret"):
+    with pytest.raises(ConfigError, match="is named like a secret"):
         check_is_in(found, tmp_path / name, what="--config")
