@@ -168,7 +168,7 @@ class Point:
     cost_per_million_samples: float | None = None
     noise_scale: float | None = None
     noise: NoiseCourse | None = None
-    """How `noise_scale` was measured, and its course over the training."""
+    """Method of measuring `noise_scale`, and its history over the training."""
     to_target: ToTarget | None = None
     marks: list[str] = field(default_factory=list)
     """Conditions to show with all values of the point: `oversubscribed`, `emulated`, `relaunched`."""

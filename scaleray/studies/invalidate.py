@@ -59,7 +59,7 @@ def _find(run: str, store: str) -> tuple[Any, Any]:
 
 
 def _keep_from_studies(study: Any, point: Any | None, reason: str) -> list[str]:
-    """Mark its turns in the folder of reusable turns of studies."""
+    """Mark its measurements in the folder of reusable measurements."""
     path = study.data.params.get("checkpoint.storage_path")
     if path is None:
         return []

@@ -110,7 +110,7 @@ def _power(noise: Runs, limit: float) -> float:
 
 
 def _turns_needed(noise: Runs, limit: float) -> int | None:
-    """Smallest number of measurements that passes 9 times of 10; None if there is none."""
+    """Smallest number of measurements with which the check passes 9 times of 10; None if there is none."""
     if noise.mean <= math.log(limit):
         return None
     return runs_needed(lambda turns: turns > 1 and _power(noise.repeated(turns), limit) >= POWER)
