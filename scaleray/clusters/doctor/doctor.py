@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.clusters.doctor.fleet import this_machine
-from scaleray.clusters.doctor.look import Look, Subject
+from scaleray.clusters.doctor.inspection import Inspection, Subject
 from scaleray.clusters.preflight.clock_checks import check_clocks
 from scaleray.clusters.preflight.machine_checks import machine_checks
 from scaleray.clusters.preflight.service_checks import check_mlflow, check_ports, check_storage
@@ -31,7 +31,7 @@ from scaleray.recording.store import resolve_uri, uri_of_environment
 from scaleray.records.doctor_record import AllReduceTime, DoctorRecord, Measured, PreflightCheck
 
 
-def judge(measured: Measured) -> list[PreflightCheck]:
+def evaluate(measured: Measured) -> list[PreflightCheck]:
     """Return all checks, in the order in which a user would fix problems."""
     checks = [check_nodes(measured)]
     if any(not node.error for node in measured.nodes):
@@ -117,8 +117,8 @@ def _examined(subject: Subject, *, address: str | None, local: bool, say: Callab
         nodes = ray_nodes(address)
     with nodes as fleet:
         say(f"checking {len(fleet.names)} node{'s' if len(fleet.names) != 1 else ''}")
-        measured = Look(fleet, subject).everything()
-        found = DoctorRecord(checks=judge(measured), measured=measured, address=fleet.address)
+        measured = Inspection(fleet, subject).everything()
+        found = DoctorRecord(checks=evaluate(measured), measured=measured, address=fleet.address)
     return dataclasses.replace(found, duration_s=time.perf_counter() - started)
 
 

@@ -17,8 +17,8 @@ import yaml
 
 from scaleray.clusters.submit.clusters import KubernetesCluster
 from scaleray.clusters.submit.kubernetes_objects import COMMAND, SUBMITTED, Objects, service_names
-from scaleray.clusters.submit.programs import Said, run
-from scaleray.clusters.submit.submitted_job import JobNow, LostConnectionError, follow_by_looking
+from scaleray.clusters.submit.programs import ProgramOutput, run
+from scaleray.clusters.submit.submitted_job import JobNow, LostConnectionError, follow_by_polling
 from scaleray.errors import ClusterError
 
 LOST = (
@@ -113,7 +113,7 @@ class KubernetesJobs:
 
     def follow(self, name: str, write: Callable[[str], None], say: Callable[[str], None]) -> JobNow:
         """Write a job's output until it ends; lost connections are retried."""
-        return follow_by_looking(self.cluster.name, lambda: self.job(name), lambda: self._write_new(name, write), say)
+        return follow_by_polling(self.cluster.name, lambda: self.job(name), lambda: self._write_new(name, write), say)
 
     def _write_new(self, name: str, write: Callable[[str], None]) -> None:
         """Write new lines of a log until its pod or the connection ends."""
@@ -218,7 +218,7 @@ class KubernetesJobs:
             self._refuse(said, job)
         return said.out
 
-    def _refuse(self, said: Said, job: str) -> NoReturn:
+    def _refuse(self, said: ProgramOutput, job: str) -> NoReturn:
         """Raise the error for a message of kubectl."""
         text = said.problem
         low = text.lower()

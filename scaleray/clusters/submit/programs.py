@@ -16,7 +16,7 @@ OF_A_LOG = re.compile(r"[EFIW]\d{4} \d\d:\d\d:\d\d")
 
 
 @dataclass(frozen=True)
-class Said:
+class ProgramOutput:
     """Output of a program, and its exit code."""
 
     code: int
@@ -41,7 +41,7 @@ def is_there(program: str) -> bool:
     return shutil.which(program) is not None
 
 
-def run(words: Sequence[str], *, given: bytes = b"", limit_s: float = LIMIT_S) -> Said:
+def run(words: Sequence[str], *, given: bytes = b"", limit_s: float = LIMIT_S) -> ProgramOutput:
     """Run a program to its end. given: its input. Raises ClusterError if the program is missing; the exit code is 124
     after a timeout."""
     try:
@@ -53,5 +53,5 @@ def run(words: Sequence[str], *, given: bytes = b"", limit_s: float = LIMIT_S) -
             "install it, or load its module",
         ) from exc
     except subprocess.TimeoutExpired:
-        return Said(124, err=f"{words[0]} did not answer within {limit_s:g} s")
-    return Said(done.returncode, done.stdout, done.stderr.decode(errors="replace"))
+        return ProgramOutput(124, err=f"{words[0]} did not answer within {limit_s:g} s")
+    return ProgramOutput(done.returncode, done.stdout, done.stderr.decode(errors="replace"))

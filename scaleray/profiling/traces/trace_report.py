@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from scaleray.errors import TraceError
 from scaleray.profiling.traces.host import host_of
 from scaleray.profiling.traces.launches import Launches, Queue, StreamPauses, launches_of, pauses_of, queues_of
-from scaleray.profiling.traces.meetings import Meeting, collectives_of, join, lateness_ns
+from scaleray.profiling.traces.matched_collectives import MatchedCollective, collectives_of, join, lateness_ns
 from scaleray.profiling.traces.partition import Partition, marked_steps, partition_of
 from scaleray.profiling.traces.time_shares import (
     ModuleShare,
@@ -19,7 +19,7 @@ from scaleray.profiling.traces.time_shares import (
     total_flops,
 )
 from scaleray.profiling.traces.trace import Trace
-from scaleray.profiling.traces.trace_clocks import Clocks, clocks_from_barriers, clocks_from_meetings
+from scaleray.profiling.traces.trace_clocks import Clocks, clocks_from_barriers, clocks_from_collectives
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class TraceReport:
     """Whether all of them were matched by NCCL's own number."""
     late_ns: Mapping[int, float] = field(default_factory=dict)
     """Median delay of each rank behind the first at a collective."""
-    meetings: list[Meeting] = field(default_factory=list, repr=False)
+    meetings: list[MatchedCollective] = field(default_factory=list, repr=False)
 
 
 def report_on(traces: Mapping[int, Trace], *, peak_flops: Mapping[int, float | None] | None = None) -> TraceReport:
@@ -78,7 +78,7 @@ def report_on(traces: Mapping[int, Trace], *, peak_flops: Mapping[int, float | N
     if len(traces) > 1 and all(left_at.values()):
         clocks = clocks_from_barriers({rank: moments for rank, moments in left_at.items() if moments})
     else:
-        clocks = clocks_from_meetings(meetings, sorted(traces))
+        clocks = clocks_from_collectives(meetings, sorted(traces))
     met = sum(len(meeting.parts) for meeting in meetings)
     return TraceReport(
         ranks=ranks,

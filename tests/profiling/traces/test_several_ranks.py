@@ -7,7 +7,7 @@ import pytest
 from made_trace import BASE_NS, MadeTrace, gloo_step, gpu_step
 
 from scaleray.errors import TraceError
-from scaleray.profiling.traces.meetings import collectives_of, join
+from scaleray.profiling.traces.matched_collectives import collectives_of, join
 from scaleray.profiling.traces.merge import merge
 from scaleray.profiling.traces.trace_clocks import clocks_from_barriers
 from scaleray.profiling.traces.trace_report import ranks_of, report_on
