@@ -429,9 +429,8 @@ class LightningWorkload(Workload):
         ):
             given = data(**self._args_of(data))
             if not isinstance(given, Mapping) or TRAIN not in given:
-                raise DataError(
-                    f"{data.__name__}()", type(given).__name__, "it must return a mapping with the split 'train'"
-                )
+                text = f"returned {type(given).__name__}: it must return a mapping with the split 'train'"
+                raise DataError.problem(f"{data.__name__}()", text)
             return dict(given)
         source = self._new_module() if data is None else data(**self._args_of(data)) if isinstance(data, type) else data
         base = "LightningModule" if data is None else "LightningDataModule"

@@ -329,7 +329,7 @@ class Recorder(SignsOfLife):
             if not self.note.is_complete and (self._has_new_steps or not self._is_continued):
                 self.note.write(self.spool.store)
             self._published.send(self.steps.version)
-            self._published.send_beside(self.spool.path)
+            self._published.send_file(self.spool.path)
         except OSError as exc:
             return str(exc)
         return None

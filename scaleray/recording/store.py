@@ -325,8 +325,8 @@ class RunStore:
             self.client.set_terminated(self.run_id, operation.status, operation.end_time)
 
     def _upload(self, operation: LogArtifact) -> None:
-        """Send a file, and check that a server which stores it itself has it, since it does not treat an empty answer
-        as an error. Raises TrackingError."""
+        """Send a file. A server that stores artifacts itself is then asked for it, since MLflow's client does not treat
+        an empty answer as an error. Raises TrackingError."""
         self.client.log_artifact(self.run_id, operation.path, operation.folder)
         if self.uri.startswith("http") and self.client.get_run(self.run_id).info.artifact_uri.startswith("mlflow-"):
             names = {Path(file.path).name for file in self.client.list_artifacts(self.run_id, operation.folder)}

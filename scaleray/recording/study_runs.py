@@ -255,7 +255,7 @@ class ParentRun:
         ended_at: float | None = None,
         timeout_s: float = LONGEST_WAIT_S,
     ) -> str | None:
-        """End the run with its curves, tables, chart page and files; returns in words the parts that MLflow lacks, or
+        """End the run with its curves, tables, chart page and files; return the parts that MLflow lacks as text, or
         None.
 
         record: None for a study that failed before it had one. status: `FINISHED`, `FAILED` or `KILLED`. files: local
@@ -340,7 +340,7 @@ class ParentRun:
 def send_record(path: str | Path, *, uri: str | None = None) -> str | None:
     """Send a study's or sweep's record.json to the MLflow run that it names; existing parts are left unchanged.
 
-    uri: of MLflow; None: the one in use, if the record names it. Returns in words the parts that MLflow still lacks.
+    uri: of MLflow; None: the one in use, if the record names it. Returns the parts that MLflow still lacks, as text.
     Raises TrackingError if the run cannot be opened."""
     try:
         record = record_of(Path(path).read_bytes(), where=str(path))

@@ -91,7 +91,7 @@ ROWS = TensorDataset(*tensors(8, seed=0))
         ),
         ([DataLoader(ROWS, 2), DataLoader(ROWS, 4)], "batches of 2, 4 rows"),
         (iter([]), "must be a torch DataLoader"),
-        ({}, "training needs rows"),
+        ({}, "it must return a DataLoader"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -10,7 +10,7 @@ import pytest
 from receiver import receiving
 from waiting import wait_until
 
-from scaleray.live.alert_delivery import MOST_WAITING, Delivery, NotTaken, to_command, to_webhook, webhook_named
+from scaleray.live.alert_delivery import MOST_WAITING, Delivery, DeliveryError, to_command, to_webhook, webhook_named
 
 BODY = json.dumps({"status": "firing", "alerts": []}).encode()
 SECRET = "T0/B1/xyzzy"
@@ -93,13 +93,13 @@ def test_a_receiver_that_is_away_is_said_without_its_address(address):
 
 @pytest.mark.parametrize("address", ["http://h\nx/" + SECRET, "http://h:99999/" + SECRET, "http://h x/" + SECRET])
 def test_an_address_that_cannot_be_is_said_without_it(address):
-    with pytest.raises(NotTaken) as raised:
+    with pytest.raises(DeliveryError) as raised:
         to_webhook(address, timeout_s=1)(BODY)
     assert "xyzzy" not in str(raised.value)
 
 
 def test_after_a_success_a_failure_is_said_again():
-    answers = iter([NotTaken("x"), None, NotTaken("y")])
+    answers = iter([DeliveryError("x"), None, DeliveryError("y")])
 
     def send(body):
         if (answer := next(answers)) is not None:

@@ -26,6 +26,7 @@ from scaleray.recording import store
 from scaleray.recording.recorder import Recorder
 from scaleray.recording.replay import replay
 from scaleray.recording.spool import Spool
+from scaleray.records.control_request import ControlRequest
 from scaleray.records.mlflow_operations import SetTags
 from scaleray.records.published import LinksMeasured, RankSample
 from scaleray.records.run_description import RunDescription
@@ -37,7 +38,6 @@ from scaleray.records.run_record import (
     StepRecord,
     SystemRecord,
 )
-from scaleray.records.wishes import Wish
 
 
 def describe(uri, tmp_path, **more):
@@ -546,7 +546,7 @@ def test_what_alerts_ask_of_links_reaches_the_first_worker_and_what_it_measures_
     recorder = Recorder(describe(uri, tmp_path))
     recorder.alerts.measure_links()
     wishes = [recorder.beat(Heartbeat(rank, "node", 1, 1, "forward", 0.1, world_size=2)) for rank in (1, 0)]
-    assert wishes == [Wish.NOTHING, Wish.LINKS]
+    assert wishes == [ControlRequest.NOTHING, ControlRequest.LINKS]
     recorder.start()
     recorder.log([LinksMeasured(2, "1", "0", 4e6, 8e7)])
     recorder.durable()

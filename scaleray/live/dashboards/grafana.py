@@ -108,7 +108,7 @@ def _target(query: Query, letter: str, panel: Panel) -> dict[str, Any]:
 
 
 def _field(panel: Panel) -> dict[str, Any]:
-    """How values are shown: unit, limits, colours, words and links."""
+    """Display of values: unit, limits, colours, texts and links."""
     limits = {"min": panel.minimum, "max": panel.maximum, "decimals": panel.decimals}
     field: dict[str, Any] = {"unit": panel.unit, **{key: value for key, value in limits.items() if value is not None}}
     # said always: Grafana's own default turns red at 80, whatever is shown

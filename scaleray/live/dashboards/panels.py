@@ -56,8 +56,8 @@ class Link:
 class Panel:
     """One chart or table. description: the normal state, and the remedy.
 
-    unit: one of Grafana's names of units. words: text in place of a value. columns: of a table, the labels that it
-    shows, with their headers.
+    unit: Grafana's name for it. words: text in place of a value. columns: of a table, the labels that it shows, with
+    their headers.
     """
 
     title: str

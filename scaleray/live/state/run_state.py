@@ -180,7 +180,7 @@ class RunState:
                         self._history.take(message)
                     self._take_step(message)
                 case RankSample():
-                    self.ranks.hear(message)
+                    self.ranks.take_sample(message)
                 case EvaluationRecord():
                     self._take_evaluation(message)
                 case CheckpointRecord():
@@ -199,7 +199,7 @@ class RunState:
                     self.summaries[message.rank] = message
 
     def end(self, status: str, verdict: str = "") -> None:
-        """Store how the run ended. status: in MLflow's words."""
+        """Store the run's final status, named as in MLflow."""
         with self.lock:
             self.status, self.verdict = status, verdict
 

@@ -49,7 +49,7 @@ class TeamPoint:
 
     @property
     def layout(self) -> Layout:
-        """How the model was distributed."""
+        """Layout of the model."""
         sharding = traits_of(self.strategy).sharding
         return Layout(
             data=self.workers,

@@ -18,8 +18,8 @@ from scaleray.records.gates import GateRecord
 from scaleray.records.study_record import StudyRecord
 from scaleray.release.gate.as_recorded import runs_as_recorded, study_as_recorded
 from scaleray.release.gate.evidence import Evidence, alerts_of, certificates_for, collect, learning, target_of, training
-from scaleray.release.gate.of_promoted import OF_PROMOTED, judge_promoted, registered
-from scaleray.release.gate.of_study import equality_of, judge_study
+from scaleray.release.gate.of_promoted import OF_PROMOTED, evaluate_promoted, registered
+from scaleray.release.gate.of_study import equality_of, evaluate_study
 from scaleray.release.gate.policy_file import read_policy
 from scaleray.release.gates import convergence, data_fingerprint, equality, operations, scaling
 from scaleray.release.gates.environment import facts_of_environment, facts_of_run, unlike
@@ -64,7 +64,7 @@ def gate(
                 f"has no effect with a registered version, whose gates are {', '.join(OF_PROMOTED)}",
                 "omit it, or name runs with --against",
             )
-        return judge_promoted(names, version, days=days, policy=policy, gates=gates, uri=uri)
+        return evaluate_promoted(names, version, days=days, policy=policy, gates=gates, uri=uri)
     if days is not None:
         raise UsageError.problem("--days", "requires a registered version", "--against NAME@ALIAS")
     if not names:
@@ -83,16 +83,16 @@ def gate(
                 "give a training as RUN, and the study with --study",
             )
         named = str(policy) if isinstance(policy, (str, Path)) else None
-        return judge_study(first, held, certificates_for(first, facts), gates=gates, policy_name=named, uri=uri)
+        return evaluate_study(first, held, certificates_for(first, facts), gates=gates, policy_name=named, uri=uri)
     evidence = collect([first, *names[1:]], against=baselines, study=study, certificates=facts, uri=uri)
-    record = judge_evidence(evidence, held, gates=gates, uri=uri)
+    record = evaluate_evidence(evidence, held, gates=gates, uri=uri)
     asked_again = [
         dataclasses.replace(result, command=_command(evidence, policy, study, result.gate)) for result in record.gates
     ]
     return dataclasses.replace(record, gates=asked_again)
 
 
-def judge_evidence(
+def evaluate_evidence(
     evidence: Evidence,
     policy: Policy,
     *,

@@ -20,8 +20,8 @@ from scaleray.records.gates import GateRecord
 from scaleray.records.json_record import leaves
 from scaleray.records.run_record import RunRecord
 from scaleray.release.gate.evidence import Evidence, learning, refuse_twice, target_of, training
-from scaleray.release.gate.kept_evidence import EVIDENCE, read_evidence
 from scaleray.release.gate.policy_file import read_policy
+from scaleray.release.gate.stored_evidence import EVIDENCE, read_evidence
 from scaleray.release.gates import convergence, drift
 
 OF_PROMOTED = (drift.SPEED, convergence.GATE, drift.DATA)
@@ -52,7 +52,7 @@ def _is_folder(name: str) -> bool:
     return any(Path(place.root).exists() for place in places_of(name))
 
 
-def judge_promoted(
+def evaluate_promoted(
     runs: Sequence[str],
     version: Named,
     *,

@@ -22,7 +22,7 @@ from scaleray.release.gates.policy import Policy
 OF_STUDY = (equality.GATE, scaling.GATE)
 
 
-def judge_study(
+def evaluate_study(
     found: FoundRun,
     policy: Policy,
     certificates: Sequence[NamedCertificate],

@@ -30,7 +30,7 @@ INDEX, EVALUATIONS, STUDY = "evidence.json", "evaluations.json", "study.json"
 SIDES = ("candidates", "baselines", "endured")
 
 
-def keep_evidence(evidence: Evidence, policy: Policy, folder: Path) -> Evidence:
+def store_evidence(evidence: Evidence, policy: Policy, folder: Path) -> Evidence:
     """Write evidence and policy to a new folder, and return the evidence read back from it, which gives the same
     answers of the gates."""
     folder.mkdir(parents=True)
@@ -56,7 +56,7 @@ def keep_evidence(evidence: Evidence, policy: Policy, folder: Path) -> Evidence:
 
 
 def read_evidence(folder: Path) -> tuple[Evidence, Policy]:
-    """Read evidence that `keep_evidence` wrote. Raises TrackingError for an incomplete folder."""
+    """Read evidence that `store_evidence` wrote. Raises TrackingError for an incomplete folder."""
     try:
         about = load_json((folder / INDEX).read_bytes())
         sides: dict[str, list[FoundRun]] = {side: [] for side in SIDES}

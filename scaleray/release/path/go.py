@@ -13,13 +13,13 @@ from scaleray.errors import UsageError
 from scaleray.records.path_record import OVER, STEPS, PathDecision, PathRecord, PathTask
 from scaleray.records.run_record import Say
 from scaleray.records.start import steady_time
-from scaleray.release.path.commands import Outcome, folder_of, going_on, held, ran
-from scaleray.release.path.endurance import judged_soak, killed_and_gone_on
+from scaleray.release.path.commands import Outcome, current_command, folder_of, held, ran
+from scaleray.release.path.endurance import evaluated_soak, killed_and_resumed
 from scaleray.release.path.path_state import find_path, locked, write
 from scaleray.release.path.runbook import write_runbook
 from scaleray.release.path.tasks import DECIDE, STUDY, SWEEP, filled, log_of, tasks_of
 
-ANEW = "--force"
+FORCE = "--force"
 """Option of a study that reuses no earlier measurements."""
 
 
@@ -52,7 +52,7 @@ def steps_ahead(name: str | None = None, *, until: str | None = None) -> list[Pa
             continue
         if last is not None and STEPS.index(task.step) > last:
             break
-        found.append(task if found else replace(task, ran=going_on(filled(path, task.command))))
+        found.append(task if found else replace(task, ran=current_command(filled(path, task.command))))
         if until is None or task.act == "decide":
             break
     return found
@@ -98,8 +98,8 @@ def _opened(task: PathTask, fresh: PathTask) -> PathTask:
     folder = Path(task.command[task.command.index("--pipeline") + 1]) if is_promotion else folder_of(task.command)
     if folder is not None:
         set_aside(folder)
-    is_measured = task.key == STUDY and (task.started_at is not None or ANEW in task.command)
-    return replace(fresh, command=[*fresh.command, ANEW]) if is_measured else fresh
+    is_measured = task.key == STUDY and (task.started_at is not None or FORCE in task.command)
+    return replace(fresh, command=[*fresh.command, FORCE]) if is_measured else fresh
 
 
 def _run(path: PathRecord, task: PathTask, *, say: Say) -> PathRecord:
@@ -134,9 +134,9 @@ def _outcome(path: PathRecord, task: PathTask, *, say: Say) -> Outcome:
     with held(log_of(path, task)):  # the command of an earlier call, which was killed, has ended
         say(f"{task.key}: {task.shell}")
     if task.act == "faults":
-        return killed_and_gone_on(path, task, task.ran)
+        return killed_and_resumed(path, task, task.ran)
     outcome = ran(path, task, task.ran)
-    return judged_soak(path, outcome, task.ran) if task.act == "soak" else outcome
+    return evaluated_soak(path, outcome, task.ran) if task.act == "soak" else outcome
 
 
 def _advised(path: PathRecord, advice: str) -> PathRecord:
@@ -158,7 +158,7 @@ def _refuse_running(path: PathRecord, tasks: Sequence[PathTask]) -> None:
 
 def _known(path: PathRecord, key: str) -> PathTask:
     if (task := path.task(key)) is None:
-        raise UsageError("TASK", key, f"{path.name} has {', '.join(one.key for one in path.tasks)}")
+        raise UsageError("TASK", key, f"it must be one of {', '.join(one.key for one in path.tasks)}")
     return task
 
 

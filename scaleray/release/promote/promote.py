@@ -39,9 +39,9 @@ from scaleray.records.promotion import Promotion
 from scaleray.records.run_record import RunRecord, Say
 from scaleray.records.statement import GATES_FILE, digests, write_statement
 from scaleray.release.gate.evidence import collect, training
-from scaleray.release.gate.gate import judge_evidence
-from scaleray.release.gate.kept_evidence import EVIDENCE, keep_evidence
+from scaleray.release.gate.gate import evaluate_evidence
 from scaleray.release.gate.policy_file import read_policy
+from scaleray.release.gate.stored_evidence import EVIDENCE, store_evidence
 from scaleray.release.gates.policy import Policy
 from scaleray.release.promote.pipeline import FOLDER, check_cluster, copy_pipeline, write_pipeline
 
@@ -90,7 +90,7 @@ def promote(
         place, out = Path(folder), Path(folder) / "model"
         with stage("running the gates"):
             evidence = collect(names, against=against, study=study, certificates=certificates, uri=uri)
-            gates = judge_evidence(keep_evidence(evidence, held, place / EVIDENCE), held, uri=uri)
+            gates = evaluate_evidence(store_evidence(evidence, held, place / EVIDENCE), held, uri=uri)
         run = evidence.run
         found = Promotion(
             model=model or _model_name(run), alias=alias, answer=gates.answer, not_passed=_not_passed(gates),

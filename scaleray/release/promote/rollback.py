@@ -12,7 +12,7 @@ from scaleray.common.user_name import user_or_somebody
 from scaleray.errors import TrackingError, UsageError
 from scaleray.models.fetched import changes
 from scaleray.models.registry import ModelRegistry, ModelVersion, Named
-from scaleray.release.gate.kept_evidence import EVIDENCE
+from scaleray.release.gate.stored_evidence import EVIDENCE
 
 
 def rollback(model: str, *, to: int | None = None, unchecked: str | None = None, uri: str | None = None) -> int:

@@ -192,7 +192,7 @@ def readable(colour: str) -> str:
     return to_hex(rgb)
 
 
-def legend_beside(ax: Any, title: str, **more: Any) -> None:
+def legend_right(ax: Any, title: str, **more: Any) -> None:
     """Place the legend right of the axes, where it covers no data."""
     ax.legend(title=title, title_fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1.2, **more)
 

@@ -16,10 +16,10 @@ from scaleray.errors import ConfigError, TrackingError, UsageError
 from scaleray.records.alert_record import Alert
 from scaleray.records.conditions import start_key
 from scaleray.release.gate.evidence import collect
+from scaleray.release.gate.gate import evaluate_evidence
 from scaleray.release.gate.gate import gate as judge
-from scaleray.release.gate.gate import judge_evidence
-from scaleray.release.gate.kept_evidence import keep_evidence, read_evidence
 from scaleray.release.gate.policy_file import policy_of, read_policy
+from scaleray.release.gate.stored_evidence import read_evidence, store_evidence
 from scaleray.release.gates.policy import Policy
 from tests import study_examples
 from tests.recorded_runs import a_certificate, a_run
@@ -141,9 +141,9 @@ def test_a_run_beside_it_that_was_killed_and_went_on_is_a_fault_survived(tmp_pat
     assert found.answer == "pass" and "faults: 1 runs next to it" in " ".join(found.notes)
     folder = tmp_path / "kept"
     evidence = collect([run])
-    keep_evidence(evidence, policy_of(policy, where="here"), folder)
+    store_evidence(evidence, policy_of(policy, where="here"), folder)
     kept, held = read_evidence(folder)
-    assert judge_evidence(kept, held, gates=["operations"]).gates[0].checks == found.gates[0].checks
+    assert evaluate_evidence(kept, held, gates=["operations"]).gates[0].checks == found.gates[0].checks
 
 
 def test_runs_that_are_named_are_all_there_are(tmp_path):
@@ -180,9 +180,9 @@ def test_what_lies_beside_a_run_in_a_bucket_is_found_and_so_are_its_alerts(tmp_p
     assert judge(*runs[:2], gates=["operations"]).answer == "pass"
     found = judge(*runs, gates=["operations"])
     assert found.answer == "fail" and "loss spike" in found.gates[0].checks[-1].words
-    keep_evidence(collect(runs), policy_of({}, where="here"), tmp_path / "kept")
+    store_evidence(collect(runs), policy_of({}, where="here"), tmp_path / "kept")
     kept, held = read_evidence(tmp_path / "kept")
-    assert judge_evidence(kept, held, gates=["operations"]).gates[0].checks == found.gates[0].checks
+    assert evaluate_evidence(kept, held, gates=["operations"]).gates[0].checks == found.gates[0].checks
 
 
 @pytest.mark.parametrize("name", ["nowhere", "file:///nowhere", "candidate0/record.json"])

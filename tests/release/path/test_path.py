@@ -321,7 +321,7 @@ def test_bad_input_is_one_message(path, tmp_path):
     assert not (tmp_path / "fresh").exists(), "nothing is left behind"
     with pytest.raises(UsageError, match="it must be one of baseline"):
         scaleray.next_on_path(path.folder, until="the end")
-    with pytest.raises(UsageError, match="digits has baseline/baseline-0"):
+    with pytest.raises(UsageError, match="it must be one of baseline/baseline-0"):
         scaleray.redo_on_path("baseline", name=path.folder)
     with pytest.raises(UsageError, match="The path nowhere was not found"):
         scaleray.next_on_path("nowhere")

@@ -71,9 +71,9 @@ def test_status_shows_every_task_and_decision_as_tables_and_as_json(path, comman
     [
         (["next", "--until", "the end"], "it must be one of baseline"),
         (["next", "--print", "--until", "the end"], "it must be one of baseline"),
-        (["skip", "baseline", "--reason", "no"], "digits has baseline/baseline-0"),
+        (["skip", "baseline", "--reason", "no"], "it must be one of baseline/baseline-0"),
         (["skip", "baseline/baseline-0"], "--reason"),
-        (["redo", "the/end"], "digits has baseline/baseline-0"),
+        (["redo", "the/end"], "it must be one of baseline/baseline-0"),
     ],
 )
 def test_a_slip_is_one_message(path, commands, capsys, words, message):

@@ -130,13 +130,13 @@ def test_a_command_whose_call_was_killed_is_waited_for_and_not_failed(path, comm
         scaleray.redo_on_path(task.key, name=path.folder)
     with pytest.raises(UsageError, match="is still running"):
         scaleray.skip_on_path(task.key, "it is slow", name=path.folder)
-    going_on = threading.Thread(target=scaleray.next_on_path, args=(path.folder,), daemon=True)
-    going_on.start()
+    current_command = threading.Thread(target=scaleray.next_on_path, args=(path.folder,), daemon=True)
+    current_command.start()
     said = ""
     while "waiting for the command" not in said:
         said += capsys.readouterr().err
     assert commands.ran == []
     (tmp_path / "end").touch()
-    going_on.join(timeout=60)
+    current_command.join(timeout=60)
     assert log.read_text() == "begun\nended\n", "it ended well without the call that began it"
     assert find_path(path.folder).tasks[0].status == "done" and len(commands.ran) == 1
