@@ -31,7 +31,7 @@ class Shown:
             page.print(self.display.view())
             self.views.append(page.file.getvalue())
         else:
-            self.display.look()
+            self.display.report_if_quiet()
             self.views.append(self.display.console.file.getvalue())
 
 

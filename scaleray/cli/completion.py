@@ -28,10 +28,10 @@ def install(app: App, shell: Shell | None, output: Path | None) -> Path:
     try:
         return with_config_keys(app).install_completion(shell=shell, output=output, add_to_startup=output is None)
     except ShellDetectionError:
-        raise UsageError("the shell", "unknown", "it cannot be detected", "add --shell bash") from None
+        raise UsageError.problem("The shell", "cannot be detected", "add --shell bash") from None
     except OSError as exc:
-        raise UsageError(
-            "the script", str(output), f"it cannot be written: {exc}", "choose a file with --output"
+        raise UsageError.problem(
+            "The script", f"cannot be written to {output}: {exc}", "choose a file with --output"
         ) from exc
 
 

@@ -116,7 +116,7 @@ def schema(what: Literal["config", "run", "study", "sweep", "live"] = "config", 
     try:
         out.write_text(text + "\n")
     except OSError as exc:
-        raise StorageError("--out", str(out), f"it cannot be written: {exc.strerror}", "choose another file") from exc
+        raise StorageError.problem("--out", f"{out} cannot be written: {exc.strerror}", "choose another file") from exc
     print(f"schema: {out}")
     if what == "config":
         print(f"put this line first in the YAML file:  # yaml-language-server: $schema={out}")

@@ -44,10 +44,9 @@ def init(
 
     if kind is None:
         if not sys.stdin.isatty():
-            raise UsageError(
+            raise UsageError.problem(
                 "--from",
-                None,
-                f"it cannot be asked for without a terminal. Give one of {', '.join(KINDS)}",
+                f"is required without a terminal. It must be one of {', '.join(KINDS)}",
                 "scaleray init --from table",
             )
         kind, name, data, workers, out = _asked()
@@ -76,7 +75,7 @@ def _trained_with(path: str, kind: str, workers: int) -> tuple[dict[str, Any], l
     from scaleray.config.trainer_arguments import config_of
 
     if kind != "hf":
-        raise UsageError("--arguments", path, "TrainingArguments belong to transformers", "--from hf")
+        raise UsageError.problem("--arguments", "applies only to transformers", "add --from hf")
     fields = dataclasses.fields(
         library("transformers", extra="hugging-face", wanted_by="--arguments").TrainingArguments
     )
@@ -84,8 +83,8 @@ def _trained_with(path: str, kind: str, workers: int) -> tuple[dict[str, Any], l
     try:
         stated = load_json(Path(path).expanduser().read_text())
     except (OSError, ValueError) as exc:
-        raise UsageError("--arguments", path, f"it cannot be read: {exc}",
-                         "Path('arguments.json').write_text(args.to_json_string()) writes one") from exc  # fmt: skip
+        hint = "Path('arguments.json').write_text(args.to_json_string()) writes one"
+        raise UsageError.problem("--arguments", f"{path} cannot be read: {exc}", hint) from exc
     return config_of(stated, workers=workers, defaults=defaults)
 
 

@@ -1,4 +1,4 @@
-"""`scaleray`: one noun a command. Exit codes: 0 done, 1 failed, 2 bad usage, 3 inconclusive, 130 stopped."""
+"""`scaleray`: entry point of all commands. Exit codes: 0 done, 1 failed, 2 bad usage, 3 inconclusive, 130 stopped."""
 
 from __future__ import annotations
 

@@ -43,28 +43,13 @@ def start(
 ) -> int:
     """Begin a path. Config keys can be given as options, as for train.
 
-    Parameters
-    ----------
-    target
-        Target of the model, such as "test/accuracy >= 0.97".
-    workers
-        Number of workers of the distributed training.
-    runs
-        Number of trainings per side, each with its own seed.
-    name
-        Name of the path; by default that of the experiment.
-    model
-        Name of the model in MLflow's registry; by default that of the path.
-    policy
-        YAML file with the requirements of the gates.
-    cluster
-        Cluster for the planner's advice, in the notation of scaleray plan, such as h100:8x2.
-    kind
-        Type of cluster on which the promoted model's pipeline retrains it.
-    soak
-        Length of the long training, such as "30 epochs"; by default three times that of the job.
-    local
-        Run without Ray whatever can be: all except trainings with several workers and the sweep.
+    Parameters ---------- target Target of the model, such as "test/accuracy >= 0.97". workers Number of workers of the
+    distributed training. runs Number of trainings per side, each with its own seed. name Name of the path; by default
+    that of the experiment. model Name of the model in MLflow's registry; by default that of the path. policy YAML file
+    with the requirements of the gates. cluster Cluster for the planner's advice, in the notation of scaleray plan, such
+    as h100:8x2. kind Type of cluster on which the promoted model's pipeline retrains it. soak Length of the long
+    training, such as "30 epochs"; by default three times that of the job. local Run without Ray where possible:
+    everything except trainings with several workers and the sweep.
     """
     if config is None:
         raise UsageError.problem("Give", "a config with -c FILE", "scaleray path start -c FILE --target ...")

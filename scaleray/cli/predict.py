@@ -62,8 +62,10 @@ def _model(run: str | None, config: Path | None, options: PredictOptions) -> tup
             raise UsageError.problem("Give", "a RUN, or models:/NAME@ALIAS", given)
         return run, options
     if run is not None or options.workload is not None:
-        said = "RUN" if run is not None else "--workload"
-        raise UsageError(said, run or options.workload, "with -c, the config gives the workload and --weights the run")
+        given = "RUN" if run is not None else "--workload"
+        raise UsageError.problem(
+            given, "cannot be combined with -c: the config gives the workload and --weights the run", "omit one of them"
+        )
     if options.weights is None:
         raise UsageError.problem("--weights", "is required with -c", "give a run, or models:/NAME@ALIAS")
     from scaleray.config import load_config

@@ -40,7 +40,9 @@ def profile(
         profiled = _of_run(name, options.uri)
     else:
         if run and not run[0].startswith("-"):
-            raise UsageError("RUN", run[0], "with -c, a training is profiled instead of a run", "omit one of them")
+            raise UsageError.problem(
+                "RUN", "cannot be combined with -c, which profiles a new training", "omit one of them"
+            )
         profiled = _of_training(run, config, options, json=json)
     print_verdict(profiled.verdict, is_error=json)
     if profiled.traced is not None:
@@ -102,7 +104,7 @@ def _run_name(words: tuple[str, ...], *, is_training: bool) -> str:
         hint = "such as scaleray profile -c jobs/digits.yaml --local, or scaleray profile RUN_FOLDER"
         raise UsageError.problem("Give", f"a training with -c FILE, or only a RUN{given}", hint)
     if len(words) > 1:
-        raise UsageError("RUN", " ".join(words), "only one run can be profiled", "scaleray compare takes several")
+        raise UsageError.problem("Give", f"one RUN, not {len(words)}", "scaleray compare takes several")
     return words[0]
 
 

@@ -63,7 +63,7 @@ def promote(
     output = Output(json=json)
     if verify is not None:
         if runs:
-            raise ConfigError("--verify", verify, "it checks a promoted model and takes no RUN")
+            raise ConfigError.problem("--verify", "checks a promoted model and takes no RUN", "omit one of them")
         return _verify(verify, output, pipeline=pipeline, uri=options.uri, json=json)
     if not runs:
         raise UsageError.problem("Give", "the RUN of a training", "scaleray promote RUN --as champion")

@@ -64,10 +64,7 @@ def _given_again(folder: str, config: Path | None, overrides: tuple[str, ...]) -
     given = {key: entry.value for key, entry in read_flags(overrides).items()}
     tracking_uri = given.pop("tracking.uri", None)
     if config is not None or given:
-        raise ConfigError(
-            "--continue",
-            folder,
-            "an interrupted sweep continues with its own options",
-            "omit them; only --tracking.uri may be given again",
+        raise ConfigError.problem(
+            "--continue", "uses the options of the interrupted sweep", "omit all options except --tracking.uri"
         )
     return tracking_uri

@@ -110,7 +110,7 @@ def curve(
     from scaleray.config.alerts import without_secrets
     from scaleray.reports.terminal.printed_record import print_whole, width_of
     from scaleray.reports.terminal.terminal_tables import as_rich
-    from scaleray.studies.history_page import course_headline, course_table, experiment_curves
+    from scaleray.studies.history_page import experiment_curves, history_headline, history_table
 
     command = f"scaleray {shlex.join(without_secrets(sys.argv[1:]))}"
     found = experiment_curves(model=model, gpus=gpus, since=since, figure=figure, html=html, uri=uri, command=command)
@@ -119,7 +119,7 @@ def curve(
         print_json({"curves": [one.to_dict() for one in found]}, written=written)
         return 0
     console = Console()
-    for course in found:
-        print_whole(console, as_rich(course_table(course, rows=rows), width=width_of(console)))
-    print(course_headline(found) + (f"\npage: {html}" if html is not None else ""))
+    for history in found:
+        print_whole(console, as_rich(history_table(history, rows=rows), width=width_of(console)))
+    print(history_headline(found) + (f"\npage: {html}" if html is not None else ""))
     return 0

@@ -52,30 +52,30 @@ def watch(
     if run is None and not all_:
         raise UsageError.problem("Give", "a RUN, or --all", "for example: scaleray watch digits-w002")
     if run is not None and all_:
-        raise UsageError("RUN", run, "--all takes no RUN", "omit one of them")
+        raise UsageError.problem("RUN", "cannot be combined with --all", "omit one of them")
     if interval is not None and not LEAST_S <= interval < float("inf"):
         raise ConfigError("--interval", interval, f"it must be at least {LEAST_S} seconds")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode
     with contextlib.ExitStack() as stack:
         try:
-            look, where, least_s = _what_to_look_at(run, stack, uri)
+            read_state, where, least_s = _watched(run, stack, uri)
             if once:
-                return _print_once(look(), where, json=json)
+                return _print_once(read_state(), where, json=json)
             is_terminal = sys.stdout.isatty() and not json
             every_s = max(least_s, interval or (2.0 if is_terminal else PIPE_S))
             if is_terminal:
-                return _show(look, where, every_s)
-            return _print_lines(look, every_s, json=json)
+                return _show(read_state, where, every_s)
+            return _print_lines(read_state, every_s, json=json)
         except KeyboardInterrupt:
             print("stopped watching; the run continues" if run else "stopped watching", file=sys.stderr)
             return 0
 
 
-Look = Callable[[], "LiveState | list[LiveState]"]
+ReadState = Callable[[], "LiveState | list[LiveState]"]
 
 
-def _what_to_look_at(run: str | None, stack: contextlib.ExitStack, uri: str | None) -> tuple[Look, str, float]:
+def _watched(run: str | None, stack: contextlib.ExitStack, uri: str | None) -> tuple[ReadState, str, float]:
     from scaleray.launch.watch.find import find_watched, watched_runs
 
     if run is None:
@@ -106,7 +106,7 @@ def _view(seen: LiveState | list[LiveState], where: str, width: int) -> Any:
     return runs_table(seen, width=width) if isinstance(seen, list) else watch_page(seen, width=width, where=where)
 
 
-def _show(look: Look, where: str, every_s: float) -> int:
+def _show(read_state: ReadState, where: str, every_s: float) -> int:
     """Show the page on a terminal, updated in place; the last state stays visible."""
     from rich.console import Console
     from rich.live import Live
@@ -114,20 +114,20 @@ def _show(look: Look, where: str, every_s: float) -> int:
     console = Console()
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
-            seen = look()
+            seen = read_state()
             live.update(_view(seen, where, console.width), refresh=True)
             if not isinstance(seen, list) and seen.has_ended:
                 return 0
             time.sleep(every_s)
 
 
-def _print_lines(look: Look, every_s: float, *, json: bool) -> int:
+def _print_lines(read_state: ReadState, every_s: float, *, json: bool) -> int:
     """Print lines in a pipe, one for each update of the run's state."""
     from scaleray.live.terminal.watch_lines import state_line
 
     before: dict[tuple[str, ...], str] = {}
     while True:
-        seen = look()
+        seen = read_state()
         for state in seen if isinstance(seen, list) else [seen]:
             line, run = state_line(state), (state.name, state.run_id, state.run_dir)
             if before.get(run) != line:

@@ -223,11 +223,13 @@ def _check(*, num_nodes: int, cpus: int | None, port: int | None) -> None:
     if port is None:
         return
     if not 1024 <= port <= 65535:
-        raise UsageError("--port", port, "it must be 1024 to 65535", "omit it to use a free one")
+        raise UsageError("--port", port, "it must be between 1024 and 65535", "omit it to use a free one")
     try:
         socket.create_server((loopback.ADDRESS, port)).close()
     except OSError as exc:
-        raise UsageError("--port", port, f"it cannot be used: {exc.strerror}", "omit it to use a free one") from exc
+        raise UsageError.problem(
+            "--port", f"{port} cannot be used: {exc.strerror}", "omit it to use a free one"
+        ) from exc
 
 
 def _forget_if_gone(name: str) -> None:
@@ -261,11 +263,10 @@ def _nodes_of_ray(dashboard: str) -> list[dict[str, Any]]:
         return list(found["data"]["result"]["result"])
     except HttpError as exc:
         if exc.status in (401, 403):
-            raise ClusterError(
-                "the token",
-                "not accepted",
-                f"{dashboard} was started with another one",
-                "use the RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or home of that start",
+            raise ClusterError.problem(
+                "The token",
+                f"was rejected by {dashboard}, which was started with another one",
+                "use the RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or home directory of that start",
             ) from exc
         return []
     except (ValueError, KeyError, TypeError):

@@ -35,9 +35,7 @@ def wrapped(model: nn.Module, settings: Mapping[str, Any]) -> Any:
     try:
         return library.get_peft_model(model, library.LoraConfig(**settings))
     except (TypeError, ValueError) as exc:
-        raise WorkloadError(
-            "workload.args.peft", dict(settings), f"peft does not accept it: {first_line(exc)}"
-        ) from exc
+        raise WorkloadError("workload.args.peft", dict(settings), f"peft rejects it: {first_line(exc)}") from exc
 
 
 def export(build: Callable[[], nn.Module], weights: Mapping[str, torch.Tensor], folder: Path, *, merge: bool) -> None:
@@ -140,7 +138,7 @@ class HuggingFaceWorkload(Workload):
         """Check that a folder's weights are of this type of model, so that their names are the model's own."""
         own = self.config().model_type
         if config.get("model_type") != own:
-            raise WorkloadError("model_type of workload.weights", config.get("model_type"), f"the model is a {own}")
+            raise WorkloadError("model_type of workload.weights", config.get("model_type"), f"the model's is {own}")
 
     def export(self, weights: Mapping[str, torch.Tensor], folder: Path, *, adapter: bool = False) -> None:
         """Write a folder for `from_pretrained`: the weights, config.json, generation_config.json and the tokenizer.
@@ -151,7 +149,7 @@ class HuggingFaceWorkload(Workload):
         if self.peft is not None:
             export(self.build_model, weights, folder, merge=not adapter)
         elif adapter:
-            raise WorkloadError.problem("the workload", "lacks the argument peft: it has no peft adapter to export")
+            raise WorkloadError.problem("the workload", "has no peft adapter to export: it lacks the argument peft")
         else:
             write_model(self.config(), self.auto_class, weights, folder, source=self.folder)
         if self._tokenizer_path is not None:
@@ -188,7 +186,7 @@ class HuggingFaceWorkload(Workload):
         if others := sorted(inputs.keys() - {"input_ids"}):
             raise WorkloadError.problem(
                 "the workload",
-                f"has rows with {' and '.join(others)}, and parallel.context divides rows of tokens alone",
+                f"has rows with {' and '.join(others)}, but parallel.context can split only rows of tokens",
                 "use workload.args.packing concatenate, or other degrees",
             )
         if self.predicts_next:
@@ -210,11 +208,10 @@ class HuggingFaceWorkload(Workload):
 def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross entropy in nats summed over the labels that are not -100, in float32 or wider, and their number."""
     if logits.shape[:-1] != labels.shape:
-        raise WorkloadError(
+        raise WorkloadError.problem(
             "labels",
-            f"of shape {tuple(labels.shape)}",
-            f"the model's logits have the shape {tuple(logits.shape)}: there must be one label per position "
-            f"before the last",
+            f"have the shape {tuple(labels.shape)}, but the model's logits have {tuple(logits.shape)}: there "
+            "must be one label per position before the last",
         )
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")

@@ -1,4 +1,4 @@
-"""Conversations as tokens, using the tokenizer's chat template, with labels only for the assistant's words."""
+"""Conversations as tokens, using the tokenizer's chat template, with labels only for the assistant's text."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ Span = tuple[int, int]
 
 
 def conversations(found: Sequence[Any], tokenizer: Any, *, length: int, what: str) -> list[Tokens]:
-    """Tokenise conversations; those without a word of the assistant in their first `length` tokens are omitted, with a
+    """Tokenise conversations; those without text of the assistant in their first `length` tokens are omitted, with a
     warning. Raises DataError for invalid conversations, WorkloadError for an unusable template."""
     if not tokenizer.chat_template:
         raise WorkloadError.problem(
-            "the tokenizer", "lacks a chat template: conversations need one", "set chat_template in its folder"
+            "the tokenizer", "has no chat template, which conversations need", "set chat_template in its folder"
         )
     if not tokenizer.is_fast:
-        raise WorkloadError("the tokenizer", type(tokenizer).__name__, "conversations need a fast one (tokenizer.json)")
+        raise WorkloadError(
+            "the tokenizer", type(tokenizer).__name__, "conversations need a fast tokenizer (tokenizer.json)"
+        )
     documents, empty, longer = [], 0, 0
     for number, messages in enumerate(found):
         document = _one(_checked(messages, f"conversation {number} of the {what} data"), tokenizer)
@@ -35,11 +37,11 @@ def conversations(found: Sequence[Any], tokenizer: Any, *, length: int, what: st
     if longer:
         warnings.warn(
             f"{longer} of {len(found)} conversations of the {what} data are longer than {length} tokens and are cut; "
-            f"{empty} have no words of the assistant (in the remaining part) and are omitted",
+            f"{empty} have no text of the assistant in the remaining part and are omitted",
             stacklevel=2,
         )
     if not documents:
-        raise DataError.problem(f"the {what} data", "has no words of the assistant to learn from")
+        raise DataError.problem(f"the {what} data", "has no text of the assistant to learn from")
     return documents
 
 
@@ -48,7 +50,7 @@ def _checked(messages: Any, where: str) -> list[dict[str, Any]]:
         raise DataError(where, type(messages).__name__, 'it must be a list of {"role": ..., "content": ...}')
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-            raise DataError.problem(where, "has a message without role or content: each message needs both")
+            raise DataError.problem(where, "has a message without role or content")
     return [dict(message) for message in messages]
 
 
@@ -71,9 +73,7 @@ def _marked_text(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[str, l
         try:
             text: str = tokenizer.apply_chat_template(messages[:until], tokenize=False, add_generation_prompt=asks)
         except Exception as exc:  # any error of Jinja and the template
-            raise WorkloadError.problem(
-                "the chat template", f"fails: it must accept the conversation: {first_line(exc)}"
-            ) from exc
+            raise WorkloadError.problem("the chat template", f"rejects the conversation: {first_line(exc)}") from exc
         return text
 
     whole = rendered(len(messages), asks=False)
@@ -83,11 +83,10 @@ def _marked_text(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[str, l
             continue
         before, after = rendered(number, asks=True), rendered(number + 1, asks=False)
         if not whole.startswith(after) or not after.startswith(before):
-            raise WorkloadError(
+            raise WorkloadError.problem(
                 "the chat template",
-                "one that rewrites earlier turns",
-                "the assistant's words cannot be found in it",
-                "tokenise in your own workload: labels are -100 outside the assistant's words",
+                "rewrites earlier messages, so the assistant's text cannot be located",
+                "tokenise in your own workload: labels are -100 outside the assistant's text",
             )
         spans.append((len(before), len(after)))
     return whole, spans

@@ -85,7 +85,7 @@ class SequenceClassification(_Classifier, LabelledTexts):
         if tokenizer.pad_token_id is None:
             raise WorkloadError.problem(
                 "workload.args.tokenizer",
-                "has neither a padding token nor an end-of-text token: rows are padded with one of them",
+                "has neither a padding token nor an end-of-text token, one of which must pad rows",
                 'write "pad_token": "<pad>" into its tokenizer_config.json, or use another tokenizer',
             )
         return int(tokenizer.pad_token_id)

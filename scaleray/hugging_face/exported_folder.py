@@ -53,9 +53,9 @@ def check_same(model: nn.Module, weights: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the weights' names differ from the model's state dict."""
     own = model.state_dict().keys()
     if different := sorted(own ^ weights.keys()):
-        raise CheckpointError(
+        raise CheckpointError.problem(
             f"the tensor {different[0]}",
-            "only in the weights" if different[0] in weights else "only in the model",
-            f"a {type(model).__name__} of this config has other tensors ({len(different)} differ)",
+            ("is only in the weights" if different[0] in weights else "is only in the model")
+            + f": {len(different)} tensors differ from those of a {type(model).__name__} of this config",
             "export to a .safetensors file, or define export() in the workload",
         )

@@ -111,10 +111,9 @@ class TextWorkload(HuggingFaceWorkload):
             )
         known, used = getattr(config, "vocab_size", None), len(self.tokenizer)
         if isinstance(known, int) and used > known:
-            raise ConfigError(
+            raise ConfigError.problem(
                 "workload.args.tokenizer",
-                f"one of {used} tokens",
-                f"the model has {known}",
+                f"has {used} tokens, but the model has {known}",
                 "use the model's tokenizer, or set vocab_size in your own config",
             )
 
@@ -165,7 +164,7 @@ class CausalLanguageModel(TextWorkload):
     packing: `concatenate` (documents are joined and cut into rows; attention crosses their ends), `separate` (documents
     share rows, separated by their positions) or `pad` (one per row). None: `concatenate` for text, `pad` for
     conversations. messages: column of conversations, formatted by the tokenizer's chat template, with a loss only on
-    the assistant's words."""
+    the assistant's text."""
 
     auto_class = "AutoModelForCausalLM"
     predicts_next = True
@@ -217,8 +216,9 @@ class MaskedLanguageModel(TextWorkload):
         if self._masking is None:
             tokenizer = self.tokenizer
             if tokenizer.mask_token_id is None:
-                allowed = "a masked language model hides tokens with it"
-                raise ConfigError.problem("workload.args.tokenizer", f"lacks a mask: {allowed}")
+                raise ConfigError.problem(
+                    "workload.args.tokenizer", "has no mask token, which a masked language model needs"
+                )
             special = tuple(tokenizer.all_special_ids)
             self._masking = Masking(self.masked_share, tokenizer.mask_token_id, special, len(tokenizer))
         return self._masking

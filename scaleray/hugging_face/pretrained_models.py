@@ -31,7 +31,7 @@ def absolute(model: Any) -> Any:
         raise WorkloadError(
             "workload.args.model",
             model,
-            "it is not a folder, a JSON file or a mapping with model_type",
+            "it must be a folder, a JSON file or a mapping with model_type",
             "nothing is downloaded from a hub: copy the model's folder to a location accessible to every worker",
         )
     if (path / RUN).is_file() and not (path / CONFIG).is_file():
@@ -53,10 +53,9 @@ def model_folder(model: Any) -> str | None:
         return str(model)
     pickles = sorted(path.name for pattern in PICKLES for path in Path(model).glob(pattern))
     if pickles:
-        raise WorkloadError(
+        raise WorkloadError.problem(
             "workload.args.model",
-            f"a folder with {pickles[0]}",
-            "only safetensors files are read, as a pickle may run any code",
+            f"has {pickles[0]}: only safetensors files are read, as a pickle may run any code",
             "convert it where you trust it: model.save_pretrained(folder) writes model.safetensors",
         )
     return None
@@ -71,16 +70,16 @@ def read_config(model: Any, changes: Mapping[str, Any]) -> Any:
         file = path if path.is_file() else path / CONFIG
         if not file.is_file():
             there = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
-            raise WorkloadError("workload.args.model", str(path), f"it has no {CONFIG}", f"it contains: {there}")
+            raise WorkloadError.problem("workload.args.model", f"{path} has no {CONFIG}", f"it contains: {there}")
         try:
             stated = load_json(file.read_text())
         except (OSError, ValueError) as exc:
-            raise WorkloadError(f"{file}", f"not readable ({exc})", "it must be a config in JSON") from exc
+            raise WorkloadError.problem(f"{file}", f"cannot be read as a config in JSON: {exc}") from exc
     if not isinstance(stated, Mapping) or not isinstance(stated.get("model_type"), str):
         raise WorkloadError(
             "model_type of workload.args.model",
             stated.get("model_type") if isinstance(stated, Mapping) else type(stated).__name__,
-            "it must be the type of model",
+            "it must name a type of model",
             'for example {"model_type": "gpt2", "n_layer": 4}',
         )
     known = library.CONFIG_MAPPING
@@ -96,9 +95,7 @@ def read_config(model: Any, changes: Mapping[str, Any]) -> Any:
     try:
         return known[kind].from_dict(values)
     except Exception as exc:
-        raise WorkloadError(
-            "workload.args.model", f"a config of {kind}", f"{kind} does not accept it: {first_line(exc)}"
-        ) from exc
+        raise WorkloadError.problem("workload.args.model", f"is rejected by {kind}: {first_line(exc)}") from exc
 
 
 def build(auto_class: str, config: Any, folder: str | None, *, attention: str | None) -> nn.Module:
@@ -163,6 +160,6 @@ def image_statistics(folder: str | None) -> dict[str, Any]:
     try:
         stated = load_json(path.read_text())
     except (OSError, ValueError) as exc:
-        raise WorkloadError(f"{path}", f"not readable ({exc})", "it must be JSON") from exc
+        raise WorkloadError.problem(f"{path}", f"cannot be read as JSON: {exc}") from exc
     names = {"mean": "image_mean", "std": "image_std"}
     return {name: stated[theirs] for name, theirs in names.items() if stated.get(theirs)}

@@ -62,8 +62,8 @@ class SequenceToSequence(LabelledTexts):
         changes = super().config_changes()
         there = pretrained_models.read_config(self.model, changes)
         if not there.is_encoder_decoder:
-            raise WorkloadError(
-                "workload.args.model", f"a {there.model_type}", "it has no encoder and decoder, unlike t5 and bart"
+            raise WorkloadError.problem(
+                "workload.args.model", f"is a {there.model_type}, which has no encoder and decoder, unlike t5 and bart"
             )
         if changes and "decoder_start_token_id" not in self.model:
             changes["decoder_start_token_id"] = self.pad
@@ -126,7 +126,7 @@ class SequenceToSequence(LabelledTexts):
             )
         found = tokenizer(text_target=texts, truncation=True, max_length=self.target_length)["input_ids"]
         if not all(found):
-            raise DataError(f"a target of the {what} data", "empty", "it has no token", "remove such records")
+            raise DataError.problem("a target", f"of the {what} data is empty", "remove such records")
         ended = [ids if ids[-1] == end else [*ids[: self.target_length - 1], end] for ids in found]
         return Ragged.of([np.array(ids, np.int32) for ids in ended])
 

@@ -47,7 +47,7 @@ def transformers_plan(model: Any, *, size: int, sequence_parallel: bool) -> Mapp
     for name, style in names.items():
         if style not in STYLES:
             raise WorkloadError(
-                f"transformers' plan of {name}", style, "this style is for inference only", "use parallel.shard"
+                f"transformers' plan of {name}", style, "it supports only inference", "use parallel.shard"
             )
     plan = {name: STYLES[style]() for name, style in names.items()}
     return plan | _by_tokens(model, prefix, names) if sequence_parallel else plan

@@ -12,6 +12,7 @@ from typing import Any
 
 from scaleray.common.filesystems import files_below
 from scaleray.common.parsing import load_json
+from scaleray.common.printed import quantity
 from scaleray.data import TRAIN
 from scaleray.data.hugging_face_data import check, is_dataset, is_stream
 from scaleray.errors import DataError, first_line
@@ -40,7 +41,7 @@ def read_splits(data: Any, *, validation_share: float) -> dict[str, list[Record]
         splits[TRAIN] = [r for r, is_out in zip(splits[TRAIN], held_out, strict=True) if not is_out]
     for name, records in splits.items():
         if not records:
-            raise DataError(f"workload.args.data.{name}", data.get(name), "it has no records")
+            raise DataError.problem(f"workload.args.data.{name}", f"{data.get(name)} has no records")
     return splits
 
 
@@ -56,11 +57,11 @@ def read_records(given: Any, *, what: str) -> Iterator[Record]:
         except DataError:
             raise
         except UnicodeDecodeError as exc:
-            raise DataError(
-                "the text file", str(path), f"it is not UTF-8 (byte {exc.start})", "convert it, or omit it"
+            raise DataError.problem(
+                "the text file", f"{path} is not UTF-8 (byte {exc.start})", "convert it, or omit it"
             ) from exc
         except (OSError, ValueError) as exc:  # pyarrow's own errors are ValueErrors
-            raise DataError("the data file", str(path), f"it cannot be read: {first_line(exc)}") from exc
+            raise DataError.problem("the data file", f"{path} cannot be read: {first_line(exc)}") from exc
 
 
 def column(records: list[Record], name: str, *, what: str) -> list[Any]:
@@ -68,7 +69,9 @@ def column(records: list[Record], name: str, *, what: str) -> list[Any]:
     for number, record in enumerate(records):
         if record.get(name) is None:
             there = ", ".join(record) or "nothing"
-            raise DataError(f"column {name} of record {number} of the {what} data", None, f"the record has: {there}")
+            raise DataError.problem(
+                f"column {name}", f"is missing or null in record {number} of the {what} data, which has {there}"
+            )
     return [record[name] for record in records]
 
 
@@ -146,20 +149,19 @@ def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
         try:
             header = next(rows, [])
             if len(set(header)) < len(header):
-                raise DataError(f"{path}, line 1", "a header with a column twice", "each column needs its own name")
+                raise DataError.problem(f"{path}, line 1", "has a column twice: each column needs its own name")
             start = rows.line_num + 1
             for row in rows:
                 where, start = f"{path}, line {start}", rows.line_num + 1
                 if row and len(row) != len(header):
-                    raise DataError(
+                    raise DataError.problem(
                         where,
-                        f"a row of {len(row)} fields",
-                        f"the header has {len(header)}: {', '.join(header)}",
-                        f"put a field that holds {delimiter!r} into quotes, or correct the row",
+                        f"has {quantity(len(row), 'field')}, but the header has {len(header)}: {', '.join(header)}",
+                        f"put a field that contains {delimiter!r} into quotes, or correct the row",
                     )
                 if any("\0" in field for field in row):
-                    raise DataError(
-                        where, "a row with a NUL byte", "text must not contain NUL", "write the file as UTF-8"
+                    raise DataError.problem(
+                        where, "has a NUL byte, which text must not contain", "write the file as UTF-8"
                     )
                 if row:
                     yield dict(zip(header, row, strict=True))

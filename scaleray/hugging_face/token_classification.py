@@ -80,7 +80,7 @@ class TokenClassification(LabelledTexts):
         tokenizer = self.tokenizer
         if not tokenizer.is_fast:
             raise WorkloadError(
-                "the tokenizer", type(tokenizer).__name__, "tokens of words need a fast one (tokenizer.json)"
+                "the tokenizer", type(tokenizer).__name__, "tags of words need a fast tokenizer (tokenizer.json)"
             )
         words = _lists(text_files.column(records, self.text, what=what), self.text, what)
         for row, values in enumerate(words):
@@ -112,9 +112,7 @@ class TokenClassification(LabelledTexts):
         for row, (own, values) in enumerate(zip(tags, words, strict=True)):
             where = f"column {self.tags} of record {row} of the {what} data"
             if len(own) != len(values):
-                raise DataError(
-                    where, f"{len(own)} tags", f"the record has {len(values)} words: each word needs one tag"
-                )
+                raise DataError.problem(where, f"has {len(own)} tags for {len(values)} words: each word needs one tag")
             if wrong := [tag for tag in own if tag not in known]:
                 there = ", ".join(self.names[:12]) + (", ..." if len(self.names) > 12 else "")
                 raise DataError.problem(

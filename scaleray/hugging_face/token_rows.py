@@ -65,8 +65,10 @@ def concatenated(documents: Sequence[Tokens], length: int, *, what: str) -> Arra
     ids = np.concatenate([np.zeros(0, np.int32), *(document.ids for document in documents)])
     rows = len(ids) // length
     if not rows:
-        raise DataError(
-            f"the {what} text", f"{len(ids)} tokens", f"a row has {length}", "give more text, or use a shorter length"
+        raise DataError.problem(
+            f"the {what} text",
+            f"has {len(ids)} tokens, too few for a row of {length}",
+            "give more text, or use a shorter length",
         )
     columns = {"input_ids": ids[: rows * length].reshape(rows, length)}
     if any(document.labels is not None for document in documents):

@@ -47,8 +47,8 @@ def load_tokenizer(where: str | None) -> Any:
         )
     if path.is_dir() and not has_tokenizer(where):
         there = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
-        raise WorkloadError(
-            "workload.args.tokenizer", where, f"it contains none of {', '.join(FILES[:4])}", f"it contains: {there}"
+        raise WorkloadError.problem(
+            "workload.args.tokenizer", f"{where} has none of {', '.join(FILES[:4])}", f"it contains: {there}"
         )
     names = transformers()
     try:
@@ -58,7 +58,7 @@ def load_tokenizer(where: str | None) -> Any:
             return names.PreTrainedTokenizerFast(tokenizer_file=str(path / FAST))
         return names.AutoTokenizer.from_pretrained(where, **LOCAL)
     except Exception as exc:  # the library, written in Rust, raises Exception itself
-        raise WorkloadError("workload.args.tokenizer", where, f"it cannot be read: {first_line(exc)}") from exc
+        raise WorkloadError.problem("workload.args.tokenizer", f"{where} cannot be read: {first_line(exc)}") from exc
 
 
 def byte_tokenizer() -> Any:

@@ -114,7 +114,7 @@ class LightningHooks(Callback):
         self._began_step = self.trainer.global_step
         if self.call("on_train_batch_start", batch, self.trainer.batch_idx) == -1:
             place = place_of(type(self.module), "on_train_batch_start")
-            raise WorkloadError(place, "skipping the rest of an epoch", "every row is used once per epoch")
+            raise WorkloadError.problem(place, "skips the rest of an epoch: every row is used once per epoch")
 
     def after_batch(self, outputs: Any, batch: Any, rows: int, kept: Mapping[str, Logged]) -> None:
         """Store a micro-batch with its loss until its step is complete."""
@@ -288,7 +288,7 @@ class LightningHooks(Callback):
             self.schedule.follow(due, float(measured[name]))
         elif self._has_evaluated and due.strict:
             known = ", ".join(sorted(measured))
-            raise WorkloadError(f"the monitor of {kind}", name, f"no logged value has this name: there are {known}")
+            raise WorkloadError(f"the monitor of {kind}", name, f"no logged value has this name; there are {known}")
         elif not self._has_warned:
             self._has_warned = True
             text = f"{name} was never measured, so {kind} leaves the learning rate unchanged"

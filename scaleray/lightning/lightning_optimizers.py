@@ -39,8 +39,11 @@ class Due:
             kind = type(self.scheduler).__name__
             raise WorkloadError(f"a scheduler in {WHAT}", kind, "it must be from torch.optim.lr_scheduler")
         if self.reduce_on_plateau and self.monitor is None:
-            allowed = "ReduceLROnPlateau needs the name of the metric to follow"
-            raise WorkloadError(f"monitor in {WHAT}", None, allowed, "for example 'monitor': 'val_loss'")
+            raise WorkloadError.problem(
+                f"a ReduceLROnPlateau in {WHAT}",
+                "needs the name of a metric as monitor",
+                "for example 'monitor': 'val_loss'",
+            )
 
     def is_due(self, number: int) -> bool:
         """Whether it is stepped after step or epoch `number` of its interval, counted from 1."""
@@ -104,7 +107,7 @@ def _taken_apart(given: Any) -> tuple[list[Any], list[Any], str | None]:
 
 def _of_mapping(given: Mapping[str, Any]) -> tuple[list[Any], list[Any], str | None]:
     if not isinstance(given.get("optimizer"), Optimizer):
-        raise WorkloadError.problem(WHAT, f"returned a dict with {sorted(given)}: it needs the key 'optimizer'")
+        raise WorkloadError.problem(WHAT, f"returned a dict with the keys {sorted(given)}: it needs 'optimizer'")
     scheduler = given.get("lr_scheduler")
     return [given["optimizer"]], [] if scheduler is None else [scheduler], given.get("monitor")
 
@@ -113,7 +116,9 @@ def _due(given: Any, monitor: str | None) -> Due:
     if not isinstance(given, Mapping):
         return Due(given, monitor=monitor)
     if "scheduler" not in given:
-        raise WorkloadError(f"a scheduler in {WHAT}", f"a dict with {sorted(given)}", "it needs the key 'scheduler'")
+        raise WorkloadError.problem(
+            f"a scheduler in {WHAT}", f"is a dict with the keys {sorted(given)}: it needs 'scheduler'"
+        )
     return Due(**{key: value for key, value in given.items() if key in KEYS})
 
 

@@ -85,15 +85,15 @@ def train_source(given: Any) -> Any:
     loaders = dict(_loaders(TRAIN, given))
     notes = [note for name, loader in loaders.items() for note in _check(name, loader)]
     if not loaders:
-        raise DataError("train_dataloader()", given, "it must return a DataLoader", "training needs rows")
+        raise DataError.problem("train_dataloader()", f"returned {given!r}: it must return a DataLoader")
     if list(loaders) == [TRAIN]:
         return _source(TRAIN, loaders[TRAIN], notes)
     sizes = {loader.batch_size for loader in loaders.values()}
     if len(sizes) > 1:
-        raise DataError(
+        raise DataError.problem(
             "train_dataloader()",
-            f"several loaders with batches of {', '.join(map(str, sorted(sizes)))} rows",
-            "each row of a step combines one item of each",
+            f"returned several loaders with batches of {', '.join(map(str, sorted(sizes)))} rows: each row of a "
+            "step combines one item of each",
             "give them one batch size",
         )
     if any(map(collation_of, loaders.values())):
@@ -103,12 +103,12 @@ def train_source(given: Any) -> Any:
     items = {name: _items(loader) for name, loader in loaders.items()}
     if streams := [type(each).__name__ for each in items.values() if isinstance(each, IterableDataset)]:
         allowed = "rows of several loaders are paired by position, so they must be read by index"
-        found = f"several loaders, one of them over an IterableDataset ({streams[0]})"
-        raise DataError("train_dataloader()", found, allowed, "use one IterableDataset of pairs, or map-style Datasets")
+        text = f"returned several loaders, one of them over an IterableDataset ({streams[0]}): {allowed}"
+        raise DataError.problem("train_dataloader()", text, "use one IterableDataset of pairs, or map-style Datasets")
     mode = getattr(given, "_mode", None) or "max_size_cycle"
     if mode not in MODES:
         allowed = f"training supports these modes: {', '.join(MODES)}"
-        raise DataError("train_dataloader()", f"a CombinedLoader of mode {mode}", allowed)
+        raise DataError.problem("train_dataloader()", f"returned a CombinedLoader of mode {mode}: {allowed}")
     inner = getattr(given, "iterables", given)
     together: Any = dict(zip(inner, items.values(), strict=True)) if isinstance(inner, Mapping) else [*items.values()]
     rows = SideBySide(together, MODES[mode](map(len, items.values())))
@@ -226,7 +226,7 @@ def _source(split: str, loader: Any, notes: list[str]) -> ArraySource | DatasetS
 
 
 def _tensors(items: Any, chosen: Callable[[Any], Any] = lambda tensor: tensor) -> tuple[Any, ...] | None:
-    """The rows of a TensorDataset or of a part of one, which need not be read one by one; None for other Datasets."""
+    """The rows of a TensorDataset or of a part of one, which can be read at once; None for other Datasets."""
     if type(items) is Subset:
         index = np.asarray(items.indices)
         return _tensors(items.dataset, lambda tensor: chosen(tensor[index]))

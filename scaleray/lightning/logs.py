@@ -73,7 +73,7 @@ class Log:
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Keep a value, as `LightningModule.log` does with the same arguments."""
+        """Store a value, as `LightningModule.log` does with the same arguments."""
         if self._kept is None:
             return
         if reduce_fx not in ("mean", torch.mean) and isinstance(value, (torch.Tensor, numbers.Number)):

@@ -59,7 +59,7 @@ def losses_in_place(module: Any, optimizers: Sequence[Any]) -> str:
 
 
 class _Reached(BaseException):
-    """Ends a training_step at the step of the requested loss's optimizer."""
+    """Exception that ends a training_step at the step of the requested loss's optimizer."""
 
 
 class ManualSteps:
@@ -108,9 +108,12 @@ class ManualSteps:
         self.optimizers, self.clip_norm = list(optimizers), clip_norm
         self._parameters = [[p for group in each.param_groups for p in group["params"]] for each in optimizers]
         if len(optimizers) > 1 and any(isinstance(p, DTensor) for own in self._parameters for p in own):
-            found = "one that splits parameters"
-            allowed = "manual optimisation with several optimizers needs whole parameters before and after each step"
-            raise ConfigError("strategy.name", found, allowed, "use ddp or zero1")
+            raise ConfigError.problem(
+                "strategy.name",
+                "splits parameters, but manual optimisation with several optimizers needs whole ones before and "
+                "after each step",
+                "use ddp or zero1",
+            )
 
     def begin(self) -> None:
         """Discard the micro-batches of a previous training."""

@@ -155,9 +155,7 @@ def check_callbacks(callbacks: Any) -> None:
     """Raise WorkloadError for callbacks that cannot be called, by name."""
     if not isinstance(callbacks, Sequence):
         found = type(callbacks).__name__
-        raise WorkloadError(
-            "the argument callbacks of as_workload()", found, "it must be a list of Lightning callbacks"
-        )
+        raise WorkloadError("callbacks of as_workload()", found, "it must be a list of Lightning callbacks")
     for callback in callbacks:
         _check(callback)
 

@@ -289,21 +289,21 @@ class LightningWorkload(Workload):
             return None
         over = "rows" if self.parts.count is None else "the count"
         shown = ", ".join(f"{total / count:.6g} for {count:g}" for total, count in (whole, first, second))
-        return WorkloadError(
+        return WorkloadError.problem(
             place_of(self._class(), "training_step"),
-            f"with a loss that is not a mean over {over} ({shown}: some rows and their two halves)",
-            "its sum over micro-batches and workers would depend on how they are cut",
-            "give its count, such as the tokens: as_workload(..., count=lambda batch: ...); "
-            "or count='rows' to weight micro-batches by their rows anyway, as Lightning does with batches",
+            f"returns a loss that is not a mean over {over} ({shown}: some rows and their two halves), so its "
+            "sum over micro-batches and workers would depend on how they are split",
+            "give its count, such as the tokens: as_workload(..., count=lambda batch: ...); or count='rows' to "
+            "weight micro-batches by their rows anyway, as Lightning does with batches",
         )
 
     def optimizer(self, model: Any, settings: Any) -> Any:
         """The module's own optimizer, with its own rates, or that of the config if it takes one."""
         if not is_attached(model):  # a copy, with stages in the place of some parts
-            raise WorkloadError(
+            raise WorkloadError.problem(
                 place_of(self._class(), "training_step"),
-                "in a pipeline",
-                "its stages are parts of the model on different workers, and a LightningModule's step needs the whole",
+                "cannot run in a pipeline: its stages are on different workers, and a LightningModule's step "
+                "needs the whole model",
                 "use --strategy.name fsdp, or tensor with a tensor_plan()",
             )
         self._model = self._hooks.module = self._trainer.lightning_module = model
@@ -429,9 +429,8 @@ class LightningWorkload(Workload):
         ):
             given = data(**self._args_of(data))
             if not isinstance(given, Mapping) or TRAIN not in given:
-                raise DataError(
-                    f"{data.__name__}()", type(given).__name__, "it must return a mapping with the split 'train'"
-                )
+                text = f"returned {type(given).__name__}: it must return a mapping with the split 'train'"
+                raise DataError.problem(f"{data.__name__}()", text)
             return dict(given)
         source = self._new_module() if data is None else data(**self._args_of(data)) if isinstance(data, type) else data
         base = "LightningModule" if data is None else "LightningDataModule"
@@ -474,6 +473,6 @@ class LightningWorkload(Workload):
         if not isinstance(loss, torch.Tensor):
             found = f"a dict without 'loss': {sorted(given)}" if isinstance(given, Mapping) else type(loss).__name__
             allowed = "it must return the loss, or a dict with it, for every batch"
-            raise WorkloadError("what training_step returns", found, allowed)
+            raise WorkloadError("the result of training_step", found, allowed)
         count = self.parts.count(batch) if callable(self.parts.count) else rows
         return loss * count, count

@@ -1,1 +1,1 @@
-"""A run while it trains: its state, metrics page, alerts, dashboards, and how a person watches it."""
+"""A running training: its state, metrics page, alerts and dashboards, and displays for the user."""

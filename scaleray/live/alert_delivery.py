@@ -22,7 +22,7 @@ TRIED_AGAIN = (408, 425, 429)
 """Status codes below 500 that are worth a retry."""
 
 
-class NotTaken(Exception):
+class DeliveryError(Exception):
     """A receiver rejected an alert. may_later: whether another attempt may help."""
 
     def __init__(self, why: str, *, may_later: bool = True) -> None:
@@ -31,7 +31,7 @@ class NotTaken(Exception):
 
 
 class Delivery:
-    """Delivers bodies to one receiver, in their order. send: makes one attempt, and raises NotTaken.
+    """Delivers bodies to one receiver, in their order. send: makes one attempt, and raises DeliveryError.
 
     say: logs the first failure, and the first after a success. pause: waits, or returns true when the run is over."""
 
@@ -76,8 +76,8 @@ class Delivery:
                     break
                 try:
                     self.send(body)
-                except NotTaken as exc:
-                    problem = f"{exc}, {attempt + 1} of {self.attempts} attempts"
+                except DeliveryError as exc:
+                    problem = f"{exc} (attempt {attempt + 1} of {self.attempts})"
                     if not exc.may_later:
                         break
                 except Exception as exc:  # a slip of ours must not end the deliveries
@@ -90,7 +90,9 @@ class Delivery:
 
     def _fail(self, alert: str, problem: str) -> None:
         if not self._has_failed:
-            self.say(f"{self.name} rejected the alert {alert}: {problem}; alerts.jsonl in the run's folder has it")
+            self.say(
+                f"alert {alert} was not delivered to {self.name}: {problem}; it is in alerts.jsonl of the run's folder"
+            )
         self._has_failed = True
 
 
@@ -104,12 +106,12 @@ def to_webhook(address: str, *, timeout_s: float) -> Callable[[bytes], None]:
         except HttpError as exc:
             if exc.status is not None:
                 may_later = exc.status >= 500 or exc.status in TRIED_AGAIN
-                raise NotTaken(f"it answered HTTP {exc.status}", may_later=may_later) from None
+                raise DeliveryError(f"HTTP status {exc.status}", may_later=may_later) from None
             if exc.was_connected and isinstance(exc.cause, TimeoutError):
-                raise NotTaken(f"no answer within {timeout_s:g} s") from None
+                raise DeliveryError(f"no answer within {timeout_s:g} s") from None
             # once connected, the kind alone: other texts may have the address
             why = type(exc.cause).__name__ if exc.was_connected else _why(exc.cause)
-            raise NotTaken(f"cannot be reached ({why})") from None
+            raise DeliveryError(f"the connection failed: {why}") from None
 
     return send
 
@@ -128,12 +130,12 @@ def to_command(command: Sequence[str], *, timeout_s: float) -> Callable[[bytes],
         try:
             done = subprocess.run(list(command), input=body, capture_output=True, timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            raise NotTaken(f"it did not end within {timeout_s:g} s") from None
+            raise DeliveryError(f"the command did not finish within {timeout_s:g} s") from None
         except OSError as exc:
-            raise NotTaken(f"it cannot be run ({exc.strerror})", may_later=False) from None
+            raise DeliveryError(f"the command could not be run: {exc.strerror}", may_later=False) from None
         if done.returncode:
             last = (done.stderr.decode(errors="replace").strip().splitlines() or [""])[-1][:SHOWN_ANSWER]
-            raise NotTaken(f"it ended with {done.returncode}" + (f": {last}" if last else ""))
+            raise DeliveryError(f"the command exited with code {done.returncode}" + (f": {last}" if last else ""))
 
     return send
 

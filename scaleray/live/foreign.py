@@ -1,7 +1,7 @@
 """Metrics of other programs that dashboards and rules query: Prometheus, Ray 2.60 and NVIDIA's DCGM.
 
 Sources: Ray's own endpoint, and its dashboards in `ray/dashboard/modules/metrics`; `etc/dcp-metrics-included.csv` of
-dcgm-exporter. What the exporter leaves out by default is marked, and `dashboards/dcgm_counters.csv` turns it on."""
+dcgm-exporter. Counters that the exporter omits by default are marked; `dashboards/dcgm_counters.csv` enables them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Source = Literal["Prometheus", "Ray", "Ray Data", "DCGM"]
 
 @dataclass(frozen=True)
 class ForeignMetric:
-    """A metric that scaleray does not make.
+    """A metric of another program.
 
     kind: as in its source. node_label: the label with the address of the measured node, if there is one."""
 

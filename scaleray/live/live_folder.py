@@ -22,7 +22,7 @@ from scaleray.records.read import AnyRecord, parse_record
 from scaleray.records.run_record import RunRecord
 
 RUN, STEPS, LOCK = "run.json", "steps.csv", ".lock"
-LAST_WORDS = (
+LAST_FACTS = (
     "epoch", "learning_rate", "grad_norm", "loss_scale", "curve", "step_time_s", "samples_per_s", "tokens_per_s",
     "input_wait_share", "best_samples_per_s", "metrics", "repeated_steps", "goodput", "checkpoint_step",
     "checkpoint_at", "phases", "ranks",
@@ -41,7 +41,7 @@ def state_in_folder(folder: Path) -> LiveState | None:
     live, record = _live(folder), _record(folder)
     if record is not None and (live is None or (not live.has_ended and _is_older(live, folder))):
         state = of_record(record, folder)
-        return _with_alerts(state if live is None else _with_its_last_words(state, live), folder)
+        return _with_alerts(state if live is None else _with_last_facts(state, live), folder)
     if live is not None:
         return _with_alerts(as_lost(live), folder)
     return _without_either(folder)
@@ -52,10 +52,10 @@ def _is_older(live: LiveState, folder: Path) -> bool:
     return (live.seen_at or 0.0) <= (folder / RECORD).stat().st_mtime
 
 
-def _with_its_last_words(ended: LiveState, live: LiveState) -> LiveState:
+def _with_last_facts(ended: LiveState, live: LiveState) -> LiveState:
     """The state of a record, completed with facts of the last live state: the record is written a moment before
     that."""
-    lacking = {name: getattr(live, name) for name in LAST_WORDS if not getattr(ended, name)}
+    lacking = {name: getattr(live, name) for name in LAST_FACTS if not getattr(ended, name)}
     return dataclasses.replace(ended, **lacking)
 
 

@@ -39,7 +39,7 @@ def live_state(
     beats: Sequence[Heartbeat] = (),
     waiting: int = 0,
 ) -> LiveState:
-    """Current state. identity: the run in MLflow, once it exists. beats: the last sign of life of every rank. waiting:
+    """Current state. identity: the run in MLflow, once it exists. beats: the last heartbeat of every rank. waiting:
     points that MLflow has not accepted."""
     d = description
     return state.live_state(

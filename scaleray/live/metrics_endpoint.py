@@ -31,7 +31,7 @@ class MetricsEndpoint:
         try:
             self._server = make_server(HOST, port, make_wsgi_app(registry), _Server, _Silent)
         except OSError as exc:
-            raise not_to_be_had(port, exc) from None
+            raise port_error(port, exc) from None
         # prometheus_client's own server takes half a second to stop, at the end of every run
         serve = partial(self._server.serve_forever, poll_interval=0.02)
         self._thread = threading.Thread(target=serve, name="scaleray-metrics-page", daemon=True)
@@ -91,10 +91,10 @@ def chosen_port(port: int | None) -> int | None:
             probe.bind((HOST, port))
             return int(probe.getsockname()[1])
     except OSError as exc:
-        raise not_to_be_had(port, exc) from None
+        raise port_error(port, exc) from None
 
 
-def not_to_be_had(port: int, problem: OSError) -> ConfigError:
+def port_error(port: int, problem: OSError) -> ConfigError:
     """Message on a port that cannot be used."""
     why = {errno.EADDRINUSE: "another program listens on it", errno.EACCES: "this user may not listen on it"}
     want = f"{why.get(problem.errno or 0, problem.strerror)} on {HOST}"

@@ -53,7 +53,7 @@ class PublishedSteps:
             self._remove_parts(after=0)
             self._version = -1
 
-    def send_beside(self, path: Path) -> None:
+    def send_file(self, path: Path) -> None:
         """Send the store another whole file of the run; or remove it there if it no longer exists here."""
         if path.exists():
             self._store.write(path.name, [path.read_bytes()])

@@ -13,14 +13,14 @@ from scaleray.live.metrics_endpoint import MetricsEndpoint
 from scaleray.live.state.series import Series
 
 PUBLISH_EVERY_S = 5.0
-LOOKED_S, LAST_LOOK_S = 30.0, 6.0
-"""The end waits for a last read of the page if it was read within LOOKED_S seconds, for at most LAST_LOOK_S: a reader
-that misses a run's end reports it as lost."""
+READ_WITHIN_S, LAST_READ_S = 30.0, 6.0
+"""The end waits for a last read of the page if it was read within READ_WITHIN_S seconds, for at most LAST_READ_S: a
+reader that misses a run's end reports it as lost."""
 
 
 class Publisher(ABC):
-    """Publishes the series that a subclass gives. port: None disables the page. publish: receives, in a thread, the
-    series that no other process publishes, or None. say: logs the first failure, which is otherwise ignored."""
+    """Publishes the series of a subclass. port: None disables the page. publish: receives, in a thread, the series that
+    no other process publishes, or None. say: logs the first failure, which is otherwise ignored."""
 
     publish: Callable[[Sequence[Series]], None] | None = None
     say: Callable[[str], None] | None = None
@@ -30,7 +30,7 @@ class Publisher(ABC):
         self._status = ""
         self._has_ended = threading.Event()
         self._endpoint: MetricsEndpoint | None = None
-        self._looked_at = -LOOKED_S
+        self._looked_at = -READ_WITHIN_S
         self._has_seen_end = threading.Event()
         self._guard = Guard(self._say_of_problem)
         self._turn = threading.Lock()  # the end publishes beside the thread
@@ -51,7 +51,7 @@ class Publisher(ABC):
             threading.Thread(target=self._publish_on, name="scaleray-metrics", daemon=True).start()
 
     def end(self, status: str) -> None:
-        """Publish the end, and wait for a last read of the page. status: in MLflow's words."""
+        """Publish the end, and wait for a last read of the page. status: named as in MLflow."""
         self._status = status
         self._has_ended.set()
         self._publish()
@@ -60,8 +60,8 @@ class Publisher(ABC):
         """Stop serving."""
         self._has_ended.set()
         if self._endpoint is not None:
-            is_looked_at = self._status and time.monotonic() - self._looked_at < LOOKED_S
-            if is_looked_at and self._has_seen_end.wait(LAST_LOOK_S):
+            was_read = self._status and time.monotonic() - self._looked_at < READ_WITHIN_S
+            if was_read and self._has_seen_end.wait(LAST_READ_S):
                 time.sleep(0.2)  # the answer is still on its way
             self._endpoint.close()
             self._endpoint = None

@@ -20,7 +20,7 @@ from scaleray.common.watchers import Guard, Watcher
 from scaleray.config.alerts import SEVERITIES
 from scaleray.config.base import HIDDEN
 from scaleray.live.alert_delivery import Delivery, to_command, to_webhook, webhook_named
-from scaleray.live.rules.rule_evaluator import Judge
+from scaleray.live.rules.rule_evaluator import RuleEvaluator
 from scaleray.live.rules.series_history import SeriesHistory
 from scaleray.live.rules.webhook_body import webhook_body
 from scaleray.live.state.series import Series
@@ -35,7 +35,7 @@ END_WAIT_S = 10.0
 """Seconds for which the end of a run waits for the check in progress and for delivery of its last alerts."""
 SHARE_OF_A_CORE = 0.05
 """Largest cost of checks: for a thousand ranks one takes almost a second, so checks become rarer."""
-LOOKED_AT = {
+USED_METRICS = {
     id(metric): prometheus_name(metric)
     for metric in (
         live.LAST_STEP_TIMESTAMP_S, live.LONG_PHASE_TIMESTAMP_S, live.STEPS, live.STEPS_PLANNED, live.RUN_FINISHED,
@@ -79,7 +79,7 @@ class RunAlerts:
         self._file = Path(description.work_dir) / ALERTS_FILE
         self._seen = history or SeriesHistory()
         self._guard = Guard(self._warn)
-        self._judge = Judge(self.settings, self._guard, without=self.settings.without)
+        self._evaluator = RuleEvaluator(self.settings, self._guard, without=self.settings.without)
         self._deliveries: list[Delivery] = []
         self._link = ""
         self._is_over = threading.Event()
@@ -104,39 +104,39 @@ class RunAlerts:
         self._thread.start()
 
     def end(self, *, went_on: bool = True) -> None:
-        """Check a last time, for a run that has ended, and deliver the remaining alerts. went_on: False for a run that
-        failed to resume, whose end was reported before."""
+        """Check a last time, for a run that has ended, and deliver the remaining alerts. went_on: False if the run
+        failed to resume; its end was reported before."""
         self._is_over.set()
         if self._thread is None:
             return
         until = time.monotonic() + END_WAIT_S
         self._thread.join(timeout=END_WAIT_S)
         if went_on and not self._thread.is_alive():
-            self._guard(Watcher.ALERTS, lambda: self.look(steady_time()), None)
+            self._guard(Watcher.ALERTS, lambda: self.check(steady_time()), None)
         if self.raised:
             self._tell(LogArtifact(str(self._file)))
         for delivery in self._deliveries:
             delivery.close(max(0.0, until - time.monotonic()))
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Check the run's current state. now: wall clock."""
         seen = self._seen
-        seen.look(now)
+        seen.advance(now)
         for metric, labels, value in self._series():
-            published = LOOKED_AT.get(id(metric))
+            published = USED_METRICS.get(id(metric))
             if published is None or labels.get("kind", "used") != "used":
                 continue
             seen.add(published, value, at=now, of=_of(labels))
-        for alert in self._judge.look(seen):
+        for alert in self._evaluator.check(seen):
             self._raise(alert)
-        if self.settings.measures_links and any(alert.name == SLOW_LINK for alert in self._judge.firing):
+        if self.settings.measures_links and any(alert.name == SLOW_LINK for alert in self._evaluator.firing):
             self.measure_links()
 
     def _look_on(self) -> None:
         took_s = 0.0
         while not self._is_over.wait(max(LOOK_EVERY_S, took_s / SHARE_OF_A_CORE)):
             began = time.monotonic()
-            self._guard(Watcher.ALERTS, lambda: self.look(steady_time()), None)
+            self._guard(Watcher.ALERTS, lambda: self.check(steady_time()), None)
             took_s = time.monotonic() - began
 
     def _raise(self, alert: Alert) -> None:
@@ -161,7 +161,7 @@ class RunAlerts:
 
     def _note(self) -> str:
         """The run's description in MLflow during the training."""
-        firing = self._judge.firing
+        firing = self._evaluator.firing
         if not firing:
             return "no alert"
         rows = [f"| {alert.name} | {alert.severity} | {alert.summary} |" for alert in firing]
@@ -186,7 +186,7 @@ class RunAlerts:
 
 
 def _of(labels: Mapping[str, str]) -> str:
-    """The rank or link of a series, in words; empty for a series of the whole run."""
+    """The rank or link of a series, as text; empty for a series of the whole run."""
     if "rank" in labels:
         return f"rank {labels['rank']} on {labels['node']}"
     return f"rank {labels['source']} to rank {labels['to']}" if "source" in labels else ""

@@ -8,9 +8,9 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from scaleray.records.alert_record import Alert
+from scaleray.records.control_request import ControlRequest
 from scaleray.records.phases import Phase
 from scaleray.records.run_record import Heartbeat, WorkerMessage
-from scaleray.records.wishes import Wish
 
 MOST_KEPT = 20_000
 """Messages stored without a display: a driver's memory must not grow with the number of steps."""
@@ -53,19 +53,19 @@ class SignsOfLife:
         self._heartbeats: dict[int, tuple[float, Heartbeat]] = {}
         self._beaten_at = time.monotonic()
 
-    def beat(self, heartbeat: Heartbeat) -> Wish:
+    def beat(self, heartbeat: Heartbeat) -> ControlRequest:
         """Take a heartbeat; returns the requests to its worker."""
         self._beaten_at = time.monotonic()
         self._heartbeats[heartbeat.rank] = self._beaten_at, heartbeat
         if self._stop_requested:
-            return Wish.LEAVE
+            return ControlRequest.LEAVE
         if heartbeat.rank == 0 and self._save_requested:  # the others follow it
             self._save_requested = False
-            return Wish.SAVE
+            return ControlRequest.SAVE
         if heartbeat.rank == 0 and self._links_requested:
             self._links_requested = False
-            return Wish.LINKS
-        return Wish.NOTHING
+            return ControlRequest.LINKS
+        return ControlRequest.NOTHING
 
     def heartbeats(self) -> list[Heartbeat]:
         """Last heartbeat of every rank."""
@@ -107,5 +107,5 @@ class SignsOfLife:
             self._links_requested, self._links_asked_at = True, now
 
     def stopped_by(self) -> str:
-        """The alert that stopped the run, in words; empty if none did."""
+        """The alert that stopped the run, as text; empty if none did."""
         return self._stopped_by

@@ -140,9 +140,9 @@ class StepsFile:
             yield from csv.DictReader(file)
 
     def mend(self, after: int, found: Mapping[int, Mapping[str, Any]]) -> None:
-        """Put in rows, by step, that were missing up to the step after which training continues.
+        """Insert missing rows, by step, up to the step after which training continues.
 
-        Rows after it stay if none is missing among them, since their steps are repeated. Raises OSError."""
+        Later rows stay if none is missing among them, since their steps are repeated. Raises OSError."""
         self.write()
         rows, _ = parse(self.path.read_bytes())
         if any(last > after for _, last in self._holes):
@@ -218,7 +218,7 @@ def step_rows(text: str | None) -> list[dict[str, float]]:
     if text and (missing := [name for name in OLD_COLUMNS[-1] if name not in (reader.fieldnames or ())]):
         raise TrackingError.problem(
             "steps.csv of the run",
-            f"lacks a column {missing[0]}: each step has one",
+            f"lacks the column {missing[0]}, which every step has",
             "restore the copy from MLflow or the run's bucket, or move the file away: only its curves need it",
         )
     for row in reader:
@@ -259,6 +259,6 @@ def record_of(row: Mapping[str, str]) -> StepRecord:
 
 
 def in_words(ranges: Iterable[Range]) -> str:
-    """Ranges of steps in words, for a sentence."""
+    """Ranges of steps as text, for a sentence."""
     words = [f"{first}" if first == last else f"{first} to {last}" for first, last in ranges]
     return ", ".join(words[:5]) + (f" and {len(words) - 5} more ranges" if len(words) > 5 else "")

@@ -14,14 +14,14 @@ def in_words(found: Desync, dumps: Mapping[int, RankDump], *, most_lines: int = 
     said = [_sentence(found)]
     if found.hint:
         said.append(found.hint)
-    said += standing({rank: dumps[rank] for rank in found.group.ranks if rank in dumps}, most_lines=most_lines)
+    said += ranks_by_line({rank: dumps[rank] for rank in found.group.ranks if rank in dumps}, most_lines=most_lines)
     silent = [rank for rank in found.group.ranks if rank not in dumps]
     if silent:
         said.append(f"{ranks(silent)} left no record")
     return "\n  ".join(said)
 
 
-def standing(dumps: Mapping[int, RankDump], *, most_lines: int = 6) -> list[str]:
+def ranks_by_line(dumps: Mapping[int, RankDump], *, most_lines: int = 6) -> list[str]:
     """Ranks grouped by source line, smallest group first (the outliers)."""
     places: dict[tuple[str, str], list[int]] = {}
     for rank, dump in sorted(dumps.items()):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from scaleray.records.profile_record import LinkRow
 
 SLOW = 0.5
-"""Share of the median bandwidth below which a link is slow; links of a shared machine were seen to vary by less."""
+"""Share of the median bandwidth below which a link is slow; links of a shared machine vary by less."""
 
 
 EVERY_OTHER = "any"

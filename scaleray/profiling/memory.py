@@ -1,4 +1,5 @@
-"""Memory that an allocator holds without using it, in four numbers from its statistics, and their course over time.
+"""Memory that an allocator holds without using it, in four numbers from its statistics, and their development over
+time.
 
 The statistics are those of torch's caching allocator: `torch.cuda.memory_stats` and the segments of a snapshot.
 """

@@ -1,4 +1,4 @@
-"""Summaries of quantities measured in every step: totals, spread, and course over time."""
+"""Summaries of quantities measured in every step: totals, spread, and development over time."""
 
 from __future__ import annotations
 

@@ -63,11 +63,10 @@ def read_experiments(
         raise ConfigError("--gpus", gpus, "it must be a number of workers, at least 1")
     since_ms = None if since is None else moment_ms(since)
     store = resolve_uri(uri)
-    empty = TrackingError(
-        "the registry",
-        f"empty at {without_password(store)}",
-        "it has no run of scaleray",
-        "scaleray train -c FILE makes one; for another database use --uri",
+    empty = TrackingError.problem(
+        "The registry",
+        f"at {without_password(store)} has no runs of scaleray",
+        "scaleray train -c FILE creates one; choose another database with --uri",
     )
     if store.startswith("sqlite:///") and not sqlite_path(store).exists():
         raise empty  # looking must not make a database

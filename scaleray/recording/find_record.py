@@ -46,7 +46,7 @@ def fetch_model_files(about: Mapping[str, Any], folder: Path, name: str = FINAL_
     except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
         shown = without_password(uri)
         raise TrackingError.problem(
-            f"MLflow at {shown}", f": the weights of {run_id} cannot be read: {first_line(exc)}"
+            "The weights", f"of {run_id} cannot be read from MLflow at {shown}: {first_line(exc)}"
         ) from exc
     return folder / ARTIFACTS[name]
 
@@ -77,10 +77,10 @@ class FoundRun:
 
 
 def find_run(run: str, *, uri: str | None = None) -> FoundRun:
-    """The run that `run` names: a folder or bucket with a record.json, that file, the name of a folder in the default
-    storage path, or an id or name in MLflow.
+    """Find the run named by `run`: a folder or bucket with a record.json, that file, the name of a folder in the
+    default storage path, or an id or name in MLflow.
 
-    uri: MLflow's; None: scaleray's own. Raises TrackingError when there is none, or it has no record."""
+    uri: MLflow's; None: scaleray's own. Raises TrackingError if there is none, or if it has no record."""
     for place in places_of(run):
         with contextlib.suppress(OSError, ValueError):
             text, where = place.read(FILE), without_password(place.root)
@@ -95,13 +95,14 @@ def record_of(text: str | bytes, *, where: str) -> AnyRecord:
     try:
         return parse_record(text)
     except (ValueError, TypeError) as exc:  # pydantic's errors are ValueErrors
-        raise TrackingError(
-            "the record", where, f"it is not the record of a run, study or sweep of this version: {first_problem(exc)}"
+        raise TrackingError.problem(
+            "The record", f"{where} is not one of a run, study or sweep of this version: {first_problem(exc)}"
         ) from exc
 
 
 def places_of(run: str) -> list[Store]:
-    """Folders that `run` may mean: itself, the folder of that record.json, or one of this name in the storage path."""
+    """Folders to which `run` may refer: itself, the folder of that record.json, or one of this name in the storage
+    path."""
     if "://" in run:
         return [Store(run.removesuffix(f"/{FILE}"))]
     path = Path(run).expanduser().absolute()
@@ -126,10 +127,9 @@ def _in_mlflow(run: str, uri: str) -> FoundRun:
             names = {file.path for file in client.list_artifacts(chosen)}
             if FILE not in names:
                 status = found[0].info.status
-                raise TrackingError(
-                    "the run in MLflow",
-                    chosen,
-                    f"it has no {FILE}; its status is {status}",
+                raise TrackingError.problem(
+                    "The MLflow run",
+                    f"{chosen} has no {FILE}; its status is {status}",
                     "a run has one once it has ended",
                 )
             text = Path(client.download_artifacts(chosen, FILE, folder)).read_bytes()
@@ -152,15 +152,17 @@ def reading_mlflow(run: str, uri: str) -> Iterator[None]:
         raise
     except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
         shown = without_password(uri)
-        raise TrackingError.problem(f"MLflow at {shown}", f": the run {run} cannot be read: {first_line(exc)}") from exc
+        raise TrackingError.problem(
+            "The run", f"{run} cannot be read from MLflow at {shown}: {first_line(exc)}"
+        ) from exc
 
 
 def runs_in_mlflow(run: str, uri: str) -> tuple[Any, list[Any]]:
     """MLflow's client, and the runs of this id or name, the newest first: at least one. Raises TrackingError."""
-    unknown = TrackingError(
+    unknown = TrackingError.problem(
         "RUN",
-        run,
-        f"there is no folder with a {FILE} and no run of this id or name in MLflow at {without_password(uri)}",
+        f"{run} was not found: there is no folder with a {FILE} and no run of this id or name in MLflow at "
+        f"{without_password(uri)}",
         "give a run's folder, or its database with --uri",
     )
     if uri.startswith("sqlite:///") and not sqlite_path(uri).exists():
@@ -195,7 +197,7 @@ def _part_of_another(client: Any, run: str, child: Any) -> TrackingError:
     with contextlib.suppress(Exception):
         parent = client.get_run(parent).info.run_name
     kind = child.data.tags.get("scaleray.kind", "part")
-    return TrackingError("RUN", run, f"it is a {kind} of {parent}, whose record holds it", f"give {parent}")
+    return TrackingError.problem("RUN", f"{run} is a {kind} of {parent}, which holds its record", f"give {parent}")
 
 
 def _with_evaluations(found: FoundRun, uri: str | None) -> FoundRun:

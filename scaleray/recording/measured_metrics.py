@@ -43,13 +43,13 @@ class MeasuredMetrics(Publisher):
         self.open()
         self._alerts.begin(self._parent.run_page)
 
-    def hear(self, sample: RankSample) -> None:
+    def take_sample(self, sample: RankSample) -> None:
         """Take a worker's sample from the repeat that has ended."""
         with self._lock:
-            self._ranks.hear(sample)
+            self._ranks.take_sample(sample)
 
     def leave(self, status: str) -> None:
-        """Publish this final status, in MLflow's words, wait for a last read of the page, and stop serving."""
+        """Publish this final status, named as in MLflow, wait for a last read of the page, and stop serving."""
         if not self._status:
             self.end(status)
             self._alerts.end()

@@ -105,7 +105,7 @@ class Outbox(Generic[Op]):
         return None
 
     def _set_aside(self, operation: Op, refusal: Exception) -> bool:
-        """Remove an operation that would be refused again from the queue; returns false if it must stay."""
+        """Remove from the queue an operation that would be refused again; return false if it must stay."""
         return self._leaves_out_refused
 
     def _wait_longer(self) -> None:

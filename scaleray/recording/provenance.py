@@ -12,7 +12,7 @@ TRAINING = "train"
 
 
 def source_tags(workload: str, git: Mapping[str, Any]) -> dict[str, str]:
-    """MLflow's own tags for the owner, the source and its commit. git: as `reproducibility.fingerprint` found it."""
+    """MLflow's own tags for the owner, the source and its commit. git: result of `reproducibility.fingerprint`."""
     tags = {"scaleray.workload": workload, "mlflow.source.name": workload, "mlflow.source.type": "JOB"}
     if (user := user_name()) is not None:
         tags["mlflow.user"] = user
@@ -24,7 +24,7 @@ def source_tags(workload: str, git: Mapping[str, Any]) -> dict[str, str]:
 
 
 def cost_of(worker_s: float, *, price_per_worker_hour: float | None) -> dict[str, float]:
-    """Metrics of what an experiment cost. worker_s: seconds of all workers together."""
+    """Metrics of an experiment's cost. worker_s: seconds of all workers together."""
     hours = worker_s / 3600
     price = {} if price_per_worker_hour is None else {names.COST.name: hours * price_per_worker_hour}
     return {names.WORKER_HOURS.name: hours, **price}

@@ -169,9 +169,9 @@ class Recorder(SignsOfLife):
         unpublished = "the record could not be copied to the run's folder"
         marker = Marker(then=partial(self._look, self._publish, unpublished))
         if not self._started.wait(timeout_s) or not self._writer.wait_until_written(marker, timeout_s=timeout_s):
-            raise TrackingError("the recorder", "busy", f"it did not write its messages within {timeout_s:g} s")
+            raise TrackingError.problem("The recorder", f"did not write its messages within {timeout_s:g} s")
         if marker.problem:
-            raise TrackingError("the steps so far", "not stored", marker.problem)
+            raise TrackingError.problem("The steps so far", f"could not be stored: {marker.problem}")
         store = self._require_store()
         return {"run_id": store.run_id, "experiment_id": store.experiment_id}
 
@@ -329,7 +329,7 @@ class Recorder(SignsOfLife):
             if not self.note.is_complete and (self._has_new_steps or not self._is_continued):
                 self.note.write(self.spool.store)
             self._published.send(self.steps.version)
-            self._published.send_beside(self.spool.path)
+            self._published.send_file(self.spool.path)
         except OSError as exc:
             return str(exc)
         return None

@@ -68,8 +68,8 @@ class Recovery:
             return KnownRun(store.last_steps(), steps, store.tags("scaleray."))
         except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
             raise TrackingError.problem(
-                f"MLflow at {without_password(store.uri)}",
-                f": the points of run {store.run_id} cannot be read: {first_line(exc)}",
+                "The points",
+                f"of run {store.run_id} cannot be read from MLflow at {without_password(store.uri)}: {first_line(exc)}",
                 "resume once it answers",
             ) from exc
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+from scaleray.common.printed import quantity
 from scaleray.config.base import without_password
 from scaleray.errors import TrackingError, first_line
 from scaleray.recording import unsent_file
@@ -26,46 +27,48 @@ def replay(path: str | Path, *, uri: str | None = None) -> int:
     try:
         unsent = unsent_file.parse(path.read_bytes())
     except FileNotFoundError:
-        raise TrackingError("unsent file", str(path), "it does not exist") from None
+        raise TrackingError.problem("The unsent file", f"{path} does not exist") from None
     except OSError as exc:
-        raise TrackingError("unsent file", str(path), f"it cannot be read: {exc.strerror}") from exc
+        raise TrackingError.problem("The unsent file", f"{path} cannot be read: {exc.strerror}") from exc
     head = unsent.head
     if head is None:
-        raise TrackingError(
-            "unsent file",
-            str(path),
-            "it was not written by scaleray: its first line does not name its run",
-            f"its {len(unsent.operations)} whole operations can be sent once that line is restored from run.json",
+        raise TrackingError.problem(
+            "The unsent file",
+            f"{path} was not written by scaleray: its first line does not name its run",
+            f"its {len(unsent.operations)} complete operations can be sent once that line is restored from run.json",
         )
     uri = named_or_in_use(head["tracking_uri"], uri)
     if uri is None:
-        allowed = "it names another MLflow than the one in use, to which nothing is sent unless you name it"
-        raise TrackingError("unsent file", str(path), allowed, "scaleray tracking replay FILE --uri URI")
+        raise TrackingError.problem(
+            "The unsent file",
+            f"{path} names an MLflow other than the one in use, so nothing is sent to it unless you name it",
+            "scaleray tracking replay FILE --uri URI",
+        )
     check_reachable(uri)
     try:
         store = RunStore(uri, head["run_id"], head["experiment_id"])
         known = store.last_steps()
         refused = [text for operation in unsent.operations for text in _sent(store, operation, known, path.parent)]
     except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
-        raise TrackingError("MLflow at", without_password(uri), f"it refused: {first_line(exc)}") from exc
+        raise TrackingError.problem(
+            "MLflow", f"at {without_password(uri)} rejected the data: {first_line(exc)}"
+        ) from exc
     if refused:
         kept = path.with_name(f"{path.name}.refused")
         path.replace(kept)
-        raise TrackingError(
-            "unsent file",
-            str(path),
-            f"MLflow refused {len(refused)} of its values and accepted the others: {'; '.join(refused[:3])}",
-            f"it is kept as {kept}",
+        raise TrackingError.problem(
+            "MLflow",
+            f"rejected {quantity(len(refused), 'value')} of {path} and accepted the others: {'; '.join(refused[:3])}",
+            f"the file is now {kept}",
         )
     num_lost = unsent.num_damaged + unsent.is_cut
     if num_lost:
         damaged = path.with_name(f"{path.name}.damaged")
         path.replace(damaged)
-        raise TrackingError(
-            "unsent file",
-            str(path),
-            f"{num_lost} of its lines cannot be read; the other {len(unsent.operations)} were sent",
-            f"it is kept as {damaged}; steps.csv next to it has every step",
+        raise TrackingError.problem(
+            "The unsent file",
+            f"{path} has unreadable lines: {num_lost}; operations sent: {len(unsent.operations)}",
+            f"the file is now {damaged}; steps.csv next to it has every step",
         )
     path.unlink()
     return len(unsent.operations)

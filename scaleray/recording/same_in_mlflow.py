@@ -66,7 +66,7 @@ def study_differences(study: StudyRecord, *, uri: str | None = None) -> list[str
 
 def certificate_differences(run_id: str, sha256: str, *, uri: str | None = None) -> list[str] | None:
     """Difference of a certificate.json with this SHA-256 from the one that `scaleray verify` recorded, and a mark as
-    invalid there, in words."""
+    invalid there, as text."""
 
     def differing(client: Any) -> list[str]:
         stored = client.get_run(run_id)
@@ -94,7 +94,7 @@ def _kept(client: Any, run_id: str, name: str) -> bytes:
 
 
 def _withdrawn(run: Any) -> list[str]:
-    """Whether a run was deleted in MLflow or marked as invalid there, in words."""
+    """Text on a run that was deleted in MLflow or marked as invalid there; empty for any other."""
     tags = run.data.tags
     found = ["it was deleted"] if run.info.lifecycle_stage == "deleted" else []
     return found + ([f"it is invalid there: {tags[INVALID]}"] if INVALID in tags else [])

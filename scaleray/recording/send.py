@@ -20,7 +20,7 @@ def replay(file: str | Path, *, uri: str | None = None) -> int | None:
         from scaleray.recording.study_runs import send_record
 
         if lacks := send_record(file, uri=uri):
-            raise TrackingError("MLflow", "not complete", f"{lacks}", "run this again when it is back")
+            raise TrackingError("MLflow", "not complete", f"{lacks}", "run this again when the server is back")
         return None
     from scaleray.recording.replay import replay as send_operations
 

@@ -87,7 +87,7 @@ def _with_its_password(saved: str) -> str:
     given = uri_of_environment()
     if given is None or without_password(given) != saved:
         hint = "set MLFLOW_TRACKING_URI to the address with its password"
-        raise TrackingError("tracking.uri", saved, "the saved value lacks its password", hint)
+        raise TrackingError.problem("tracking.uri", f"{saved} was saved without its password", hint)
     return given
 
 
@@ -100,11 +100,8 @@ def check_reachable(uri: str, *, timeout_s: float = 5.0) -> None:
             with open(path, "ab"):
                 pass
         except OSError as exc:
-            raise TrackingError(
-                "the MLflow database",
-                str(path),
-                f"it cannot be written: {exc.strerror}",
-                "choose another with --tracking.uri",
+            raise TrackingError.problem(
+                "The MLflow database", f"{path} cannot be written: {exc.strerror}", "choose another with --tracking.uri"
             ) from exc
     elif uri.startswith("http"):
         with stage(f"looking for MLflow at {without_password(uri)}"), _timeout(timeout_s):
@@ -130,14 +127,14 @@ def _ask(uri: str) -> None:
         _tried_again(lambda: open_client(uri).search_experiments(max_results=1))
     except Exception as exc:  # as above: no common base class
         is_refused = any(f" {code}" in str(exc) for code in (401, 403))
-        found = "it refuses the credentials" if is_refused else "it does not answer"
+        found = "refuses the credentials" if is_refused else "does not answer"
         start = "start it, correct --tracking.uri, or leave the key out to use a local SQLite file"
         login = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
         why, hint = f"{found}: {_reason(exc, uri)}", login if is_refused else start
         if elsewhere := _redirect(uri):
-            why, hint = f"it redirects to {elsewhere}", "correct --tracking.uri, or log in as the server requires"
+            why, hint = f"redirects to {elsewhere}", "correct --tracking.uri, or log in as the server requires"
         # without the cause: MLflow's text may hold the password of the address
-        raise TrackingError("the MLflow server", without_password(uri), why, hint) from None
+        raise TrackingError.problem("MLflow", f"at {without_password(uri)} {why}", hint) from None
 
 
 def _redirect(uri: str) -> str:
@@ -263,11 +260,11 @@ class RunStore:
                 else "check --tracking.uri and the server's log"
             )
             raise TrackingError.problem(
-                f"MLflow at {without_password(uri)}", f": the run could not be created: {first}", hint
+                "MLflow", f"at {without_password(uri)} could not create the run: {first}", hint
             ) from exc
         if not run.info.run_id:  # it answers 200 to everything
-            raise TrackingError(
-                "MLflow at", without_password(uri), "it created a run without an id", "correct --tracking.uri"
+            raise TrackingError.problem(
+                "MLflow", f"at {without_password(uri)} created a run without an id", "correct --tracking.uri"
             )
         store = cls(uri, run.info.run_id, experiment_id)
         store.is_new = is_new
@@ -281,15 +278,15 @@ class RunStore:
             info = store.client.get_run(run_id).info
             store.status_before = info.status
             if info.lifecycle_stage == "deleted":
-                raise TrackingError("the MLflow run", run_id, "it is deleted", "restore it, or start a new run")
+                raise TrackingError.problem("The MLflow run", f"{run_id} is deleted", "restore it, or start a new run")
             store.client.update_run(run_id, status="RUNNING")
         except TrackingError:
             raise
         except Exception as exc:  # as above: no common base class
             first = first_line(exc)
             raise TrackingError.problem(
-                f"MLflow at {without_password(uri)}",
-                f": the run {run_id} cannot be continued: {first}",
+                "The MLflow run",
+                f"{run_id} cannot be continued at {without_password(uri)}: {first}",
                 "check --tracking.uri, which must be that of the interrupted run",
             ) from exc
         return store
@@ -328,14 +325,14 @@ class RunStore:
             self.client.set_terminated(self.run_id, operation.status, operation.end_time)
 
     def _upload(self, operation: LogArtifact) -> None:
-        """Send a file, and check that a server which stores it itself has it, since it does not treat an empty answer
-        as an error. Raises TrackingError."""
+        """Send a file. A server that stores artifacts itself is then asked for it, since MLflow's client does not treat
+        an empty answer as an error. Raises TrackingError."""
         self.client.log_artifact(self.run_id, operation.path, operation.folder)
         if self.uri.startswith("http") and self.client.get_run(self.run_id).info.artifact_uri.startswith("mlflow-"):
             names = {Path(file.path).name for file in self.client.list_artifacts(self.run_id, operation.folder)}
             if (name := Path(operation.path).name) not in names:
-                raise TrackingError(
-                    "the file", name, "MLflow accepted it but does not have it", "check the server's log"
+                raise TrackingError.problem(
+                    "MLflow", f"accepted the file {name} but did not store it", "check the server's log"
                 )
 
     def remove_twins(self, key: str) -> None:
@@ -430,7 +427,7 @@ def _refuse_empty_answers() -> None:
     """Treat an empty answer of MLflow's API as an error: a proxy sends it if its server is away, and MLflow's client
     reads it as `{}`, that is, success.
 
-    Source: `mlflow.utils.rest_utils.verify_rest_response` of MLflow 3.17, which it does for another service's sake."""
+    Source: `mlflow.utils.rest_utils.verify_rest_response` of MLflow 3.17, which has this check for another service."""
     if not EMPTY_ANSWERS.is_used():
         return
     from mlflow.utils import rest_utils

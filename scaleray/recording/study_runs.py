@@ -1,7 +1,7 @@
 """The MLflow run of a study or a sweep, with a child for each point or trial. Used by the driver alone.
 
 A thread (`Writer`) does the writing, so a sweep never waits for MLflow; points that the server rejects wait in memory.
-The record on disk holds everything that is written here: `send_record` can send it later."""
+The record on disk holds everything that is written here: `send_record` can send it again later."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def key_of(name: str, started_at: float) -> str:
 
 
 class ParentRun:
-    """The MLflow run of a study or sweep: open it, log points or trials as they are done, then `identify` and `finish`
-    the record."""
+    """The MLflow run of a study or sweep: open it, log points or trials as they end, then `identify` and `finish` the
+    record."""
 
     def __init__(self, store: StudyStore, kind: Kind, name: str) -> None:
         self.kind, self.name = kind, name
@@ -255,7 +255,7 @@ class ParentRun:
         ended_at: float | None = None,
         timeout_s: float = LONGEST_WAIT_S,
     ) -> str | None:
-        """End the run with its curves, tables, chart page and files; returns in words the parts that MLflow lacks, or
+        """End the run with its curves, tables, chart page and files; return the parts that MLflow lacks as text, or
         None.
 
         record: None for a study that failed before it had one. status: `FINISHED`, `FAILED` or `KILLED`. files: local
@@ -340,19 +340,22 @@ class ParentRun:
 def send_record(path: str | Path, *, uri: str | None = None) -> str | None:
     """Send a study's or sweep's record.json to the MLflow run that it names; existing parts are left unchanged.
 
-    uri: of MLflow; None: the one in use, if the record names it. Returns in words the parts that MLflow still lacks.
+    uri: of MLflow; None: the one in use, if the record names it. Returns the parts that MLflow still lacks, as text.
     Raises TrackingError if the run cannot be opened."""
     try:
         record = record_of(Path(path).read_bytes(), where=str(path))
     except OSError as exc:
-        raise TrackingError("the record", str(path), f"it cannot be read: {exc.strerror}") from exc
+        raise TrackingError.problem("The record", f"{path} cannot be read: {exc.strerror}") from exc
     if isinstance(record, RunRecord):
-        raise TrackingError(
-            "the record", str(path), "it is the record of a training, whose unsent.jsonl can be sent instead"
+        raise TrackingError.problem(
+            "The record", f"{path} belongs to a training, whose unsent.jsonl can be sent instead"
         )
     if (store := named_or_in_use(record.tracking_uri, uri)) is None:
-        allowed = "it names another MLflow than the one in use, to which nothing is sent unless you name it"
-        raise TrackingError("the record", str(path), allowed, "scaleray tracking replay FILE --uri URI")
+        raise TrackingError.problem(
+            "The record",
+            f"{path} names an MLflow other than the one in use, so nothing is sent to it unless you name it",
+            "scaleray tracking replay FILE --uri URI",
+        )
     is_study = isinstance(record, StudyRecord)
     run = ParentRun.open(
         store,

@@ -24,13 +24,15 @@ def tracking_ui(*, uri: str | None = None, port: int = 5000) -> int:
     uri = store.resolve_uri(uri)
     shown = store.without_password(uri)
     if uri.startswith("http"):
-        raise TrackingError("tracking.uri", shown, "it is already a server", f"open {shown} in a browser")
+        raise TrackingError.problem("tracking.uri", f"{shown} is already a server", f"open {shown} in a browser")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as exc:
-            raise TrackingError("the port", port, "another program listens there", "choose one with --port") from exc
+            raise TrackingError.problem(
+                "The port", f"{port} is in use by another program", "choose one with --port"
+            ) from exc
         port = int(probe.getsockname()[1])  # where 0 asked for any
     store.check_reachable(uri)
     if importlib.util.find_spec("mlflow") is None:

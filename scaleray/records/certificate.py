@@ -129,7 +129,7 @@ class Certificate(JsonRecord):
     precision: str
     steps: int
     where: str
-    """Where workers ran: under Ray, or as gloo processes."""
+    """Environment of the workers: under Ray, or as gloo processes."""
     date: Annotated[str, AfterValidator(_with_date)]
     duration_s: float
     outcomes: list[Any]

@@ -28,7 +28,7 @@ class Promotion(JsonRecord):
     was: int | None = None
     """Version to which the alias pointed before."""
     uri: str | None = None
-    """How to load the model."""
+    """URI for loading the model."""
     statement_sha256: str | None = None
 
     @property

@@ -1,6 +1,7 @@
 """Records of scaling studies: measurements and conclusions, for fits, MLflow and reports.
 
-Intervals contain the true value with 95 % confidence, from a bootstrap over repeated turns unless stated otherwise.
+Intervals contain the true value with 95 % confidence, from a bootstrap over repeated measurements unless stated
+otherwise.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class NoiseCourse:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """Raw measurements of one turn of a number of workers, including the warm-up."""
+    """One measurement of a number of workers: raw values, including those of the warm-up."""
 
     step_times_s: list[float]
     """Seconds of every optimizer step on the first worker, from step to step."""
@@ -115,16 +116,16 @@ class Turn:
     measured_at: float
     """Time of the measurement, in seconds since 1970."""
     study: str = ""
-    """Name of the study that measured the turn."""
+    """Name of the study that took the measurement."""
     round: int | None = None
-    """Round of that study: the same workers measured the turns of one round in succession. None for a turn launched
-    alone."""
+    """Round of that study: the same workers took the measurements of one round in succession. None for a measurement
+    that was launched separately."""
     placement: dict[str, int] = field(default_factory=dict)
-    """Number of workers on each node. Empty for turns of older versions."""
+    """Number of workers on each node. Empty for measurements by older versions."""
 
     @property
     def round_name(self) -> str:
-        """Name of the round, shared only by turns of the same round; "" if no other turn belongs to the round."""
+        """Name of the round, shared only by measurements of the same round; "" if no other one belongs to the round."""
         return "" if self.round is None else f"{self.study}/{self.round}"
 
 
@@ -139,14 +140,14 @@ class Point:
     micro_batch_size: int
     accumulation_steps: int
     turns: list[list[float]]
-    """Step times in steady state in s, one list per turn."""
+    """Step times in steady state in s, one list per measurement."""
     rounds: list[str] = field(default_factory=list)
-    """Name of the round of each turn, see `Turn.round_name`; turns of two points in one round can be compared in
-    pairs."""
+    """Name of the round of each measurement, see `Turn.round_name`; measurements of two points in one round can be
+    compared in pairs."""
     num_warmup_steps: int
-    """Number of omitted initial steps in each turn."""
+    """Number of omitted initial steps in each measurement."""
     step_time_s: Estimate
-    """Median step time over the steps of all turns."""
+    """Median step time over the steps of all measurements."""
     samples_per_s: Estimate
     tokens_per_s: Estimate | None = None
     compute_s: float
@@ -167,7 +168,7 @@ class Point:
     cost_per_million_samples: float | None = None
     noise_scale: float | None = None
     noise: NoiseCourse | None = None
-    """How `noise_scale` was measured, and its course over the training."""
+    """Method of measuring `noise_scale`, and its history over the training."""
     to_target: ToTarget | None = None
     marks: list[str] = field(default_factory=list)
     """Conditions to show with all values of the point: `oversubscribed`, `emulated`, `relaunched`."""

@@ -160,7 +160,7 @@ class SweepRecord(JsonRecord):
         number = quantity(len(self.trials), "trial")
         where = [f"MLflow: {self.mlflow_link}" if self.mlflow_link else "", f"folder: {self.folder}"]
         return [
-            f"sweep {self.name}: {number}, judged by {self.metric} ({self.direction})",
+            f"sweep {self.name}: {number}, ranked by {self.metric} ({self.direction})",
             ", ".join(f"{count} {status}" for status, count in counts.most_common()),
             *shortened(self.words, 5),
             *filter(None, where),

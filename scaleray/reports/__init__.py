@@ -1,1 +1,1 @@
-"""Reports that people read: pages, figures and views on the terminal."""
+"""Reports for readers: pages, figures and views on the terminal."""

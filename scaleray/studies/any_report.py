@@ -38,8 +38,8 @@ def write_report(found: FoundRun, out: Path | None = None) -> list[Path]:
             return write_sweep_report(record, folder)
         return write_run_report(record, folder, steps=found.steps, evaluations=found.evaluations)
     except OSError as exc:
-        raise StorageError(
-            "the report's folder", str(folder), f"it cannot be written: {exc.strerror}", "choose another with --out"
+        raise StorageError.problem(
+            "The report", f"cannot be written to {folder}: {exc.strerror}", "choose another folder with --out"
         ) from exc
 
 

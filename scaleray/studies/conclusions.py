@@ -75,16 +75,16 @@ def planner_law(
 def _check(config: RunConfig, points: Sequence[Point]) -> None:
     marks = {mark for point in points for mark in point.marks}
     if EMULATED in marks:
-        raise UsageError("the model", EMULATED, "its steps sleep instead of computing")
+        raise UsageError.problem("The model", "is emulated: its steps sleep instead of computing")
     if OVERSUBSCRIBED in marks:
-        raise UsageError("the placement of workers", OVERSUBSCRIBED, "the planner assumes separate cores for each")
+        raise UsageError.problem("Workers", "share cores: the planner assumes separate cores for each")
     for strategy in (point.strategy for point in points):
         if strategy not in KNOWN:
-            raise UsageError("the strategy", strategy, f"the planner knows only {', '.join(KNOWN)}")
+            raise UsageError("strategy", strategy, f"the planner supports only {', '.join(KNOWN)}")
     if config.compression.name not in GRADIENT_BYTES:
         raise UsageError("compression.name", config.compression.name, "the cost of compression is unknown")
     if config.fine_tuning.lora_rank or config.fine_tuning.freeze:
-        raise UsageError("fine_tuning", "frozen parameters", "the planner counts a gradient for every parameter")
+        raise UsageError.problem("fine_tuning", "freezes parameters: the planner counts a gradient for every parameter")
 
 
 def _size(point: Point) -> Size:

@@ -18,7 +18,7 @@ from scaleray.launch.cluster.awaited_nodes import nodes_for
 from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.connection import Node
 from scaleray.records.study_record import Turn
-from scaleray.studies.measure_sizes import Rung
+from scaleray.studies.measure_sizes import StudySize
 
 OVERSUBSCRIBED, RELAUNCHED = "oversubscribed", "relaunched"
 """Marks of points."""
@@ -137,17 +137,17 @@ def launch_config(config: RunConfig, room: Room, nodes: Sequence[Node] | None) -
     return spread
 
 
-def check_one_kind(rungs: Iterable[Rung]) -> None:
+def check_one_kind(study_sizes: Iterable[StudySize]) -> None:
     """Refuse sizes that were measured on different hardware: separate launches may run on different machines. Raises
     ClusterError."""
-    kinds = {rung.name: rung.turns[-1].hardware for rung in rungs if rung.turns}
+    kinds = {size.name: size.turns[-1].hardware for size in study_sizes if size.turns}
     distinct = {json.dumps(kind, sort_keys=True): name for name, kind in kinds.items()}
     if len(distinct) > 1:
         (first, one), (second, other), *_ = distinct.items()
-        raise ClusterError(
+        raise ClusterError.problem(
             "the workers' hardware",
-            f"{first} for {one} and {second} for {other}",
-            "all points of a curve must be measured on the same hardware",
+            f"differs: {first} for {one}, {second} for {other}; all points of a curve must be measured on the "
+            "same hardware",
             "choose the nodes with scale.label_selector",
         )
 

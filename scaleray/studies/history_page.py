@@ -15,7 +15,7 @@ from scaleray.records.text.study_sweep_tables import Table
 from scaleray.records.text.units import figure, seconds
 from scaleray.reports.page.drawing import BLUE, GREEN, INK, VERMILION, Drawing, draw
 from scaleray.reports.page.page import Page, Section, render
-from scaleray.studies.curves.history import FIGURES, Course, courses
+from scaleray.studies.curves.history import FIGURES, History, histories
 
 
 @names_what_is_missing
@@ -28,7 +28,7 @@ def experiment_curves(
     html: str | Path | None = None,
     uri: str | None = None,
     command: str = "scaleray.experiment_curves(...)",
-) -> list[Course]:
+) -> list[History]:
     """Show how a measurement of the same training on the same machines changed over time.
 
     model: a part of the workload's name. gpus: number of workers. since: a date such as 2026-11-01, or how long ago, as
@@ -42,7 +42,7 @@ def experiment_curves(
     if figure not in FIGURES:
         raise ConfigError("--figure", figure, f"it must be one of {', '.join(FIGURES)}")
     kinds = ("point", "run") if figure in ("samples_per_s", "step_time_s") else ("point",)
-    found = courses(read_experiments(uri, model=model, gpus=gpus, since=since, kinds=kinds), figure=figure)
+    found = histories(read_experiments(uri, model=model, gpus=gpus, since=since, kinds=kinds), figure=figure)
     if not found:
         hint = "efficiency is measured by scaleray study; docs/experiments.md shows how to search MLflow"
         raise UsageError.problem("No matching experiment", f"recorded {figure}", hint)
@@ -51,88 +51,89 @@ def experiment_curves(
         try:
             Path(html).write_text(page)
         except OSError as exc:
-            problem = f"it cannot be written: {exc.strerror}"
-            raise StorageError("--html", str(html), problem, "choose another file") from exc
+            raise StorageError.problem(
+                "--html", f"{html} cannot be written: {exc.strerror}", "choose another file"
+            ) from exc
     return found
 
 
-def course_drawing(course: Course, *, name: str) -> Drawing:
+def history_drawing(history: History, *, name: str) -> Drawing:
     """The history as a figure. name: the stem of its file's name."""
     import numpy as np
 
-    moments: list[Any] = [datetime.fromisoformat(str(one.values["started"])) for one in course.points]
-    values = course.values
-    ends = [0, *(one.index for one in course.changes), len(values)]
+    moments: list[Any] = [datetime.fromisoformat(str(one.values["started"])) for one in history.points]
+    values = history.values
+    ends = [0, *(one.index for one in history.changes), len(values)]
 
     def paint(ax: Any) -> None:
         ax.plot(moments, values, "o", color=BLUE, markersize=4.5, zorder=3)
         for start, end in itertools.pairwise(ends):
             level = float(np.median(values[start:end]))
             ax.plot([moments[start], moments[end - 1]], [level, level], color=INK, linewidth=1.3, zorder=2)
-        for change in course.changes:
-            colour = VERMILION if course.is_worse(change) else GREEN
+        for change in history.changes:
+            colour = VERMILION if history.is_worse(change) else GREEN
             ax.axvline(moments[change.index], color=colour, linewidth=1.2, linestyle=(0, (4, 3)))
-        ax.set_ylabel(course.figure.replace("_", " "))
-        if course.figure in ("efficiency", "mfu"):
+        ax.set_ylabel(history.figure.replace("_", " "))
+        if history.figure in ("efficiency", "mfu"):
             ax.set_ylim(0, max(1.05, 1.05 * max(values)))
         ax.tick_params(axis="x", rotation=20)
 
     caption = "Dots: measurements. Lines: levels. Dashed: a change beyond noise; red: for the worse."
-    return draw(name, course.title, caption, paint, is_wide=True)
+    return draw(name, history.title, caption, paint, is_wide=True)
 
 
 CHANGE_IS = "a change is marked if the energy distance between both sides is beyond chance (E-divisive, 5 %)"
 
 
-def course_table(course: Course, *, rows: int | None = None) -> Table:
+def history_table(history: History, *, rows: int | None = None) -> Table:
     """Points by date, with the changes of level. rows: number of newest points to show; points of changes are always
     shown."""
-    changes = {one.index: one for one in course.changes}
-    first = 0 if rows is None else max(0, len(course.points) - rows)
+    changes = {one.index: one for one in history.changes}
+    first = 0 if rows is None else max(0, len(history.points) - rows)
     cells = []
-    for number, (one, value) in enumerate(zip(course.points, course.values, strict=True)):
+    for number, (one, value) in enumerate(zip(history.points, history.values, strict=True)):
         change = changes.get(number)
         if change is None and number < first:
             continue
         said = ""
         if change is not None:
-            word = "worse" if course.is_worse(change) else "better"
-            levels = f"{_shown(course.figure, change.before)} to {_shown(course.figure, change.after)}"
-            beside = "; ".join(course.explained(change)) or "no other recorded change"
+            word = "worse" if history.is_worse(change) else "better"
+            levels = f"{_shown(history.figure, change.before)} to {_shown(history.figure, change.after)}"
+            beside = "; ".join(history.explained(change)) or "no other recorded change"
             said = f"{word}: {levels} (p {change.p_value:.2g}); {beside}"
         started = str(one.values["started"]).replace("T", " ")
-        cells.append((started, str(one.values["name"]), _shown(course.figure, value), said))
-    columns = ("started", "name", course.figure.replace("_", " "), "change")
-    notes = [CHANGE_IS] if course.changes else []
-    left_out = len(course.points) - len(cells)
+        cells.append((started, str(one.values["name"]), _shown(history.figure, value), said))
+    columns = ("started", "name", history.figure.replace("_", " "), "change")
+    notes = [CHANGE_IS] if history.changes else []
+    left_out = len(history.points) - len(cells)
     notes += [f"{quantity(left_out, 'earlier point')} left out: --rows, --html or --json"] if left_out else []
-    return Table(course.title, columns, tuple(cells), tuple(notes))
+    return Table(history.title, columns, tuple(cells), tuple(notes))
 
 
-def course_headline(found: Sequence[Course]) -> str:
-    """Number of changes, in a line."""
-    changes = [(course, one) for course in found for one in course.changes]
-    worse = sum(course.is_worse(one) for course, one in changes)
-    points = sum(len(course.points) for course in found)
+def history_headline(found: Sequence[History]) -> str:
+    """Line with the number of changes."""
+    changes = [(history, one) for history in found for one in history.changes]
+    worse = sum(history.is_worse(one) for history, one in changes)
+    points = sum(len(history.points) for history in found)
     counted = f"{quantity(points, 'point')} on {quantity(len(found), 'curve')}"
     return f"{counted}: {quantity(len(changes), 'change')} beyond noise, {worse} for the worse"
 
 
-def history_page(found: Sequence[Course], *, command: str) -> str:
+def history_page(found: Sequence[History], *, command: str) -> str:
     """The page as self-contained HTML."""
     sections = [
         Section(
-            course.title,
-            drawings=[course_drawing(course, name=f"course-{number}")] if len(course.points) > 1 else [],
-            tables=[course_table(course)],
+            history.title,
+            drawings=[history_drawing(history, name=f"history-{number}")] if len(history.points) > 1 else [],
+            tables=[history_table(history)],
         )
-        for number, course in enumerate(found)
+        for number, history in enumerate(found)
     ]
     page = Page(
         kind="Registry",
         name=f"{found[0].figure.replace('_', ' ')} by date",
         when=f"{found[0].points[0].values['started'][:10]} and later",
-        headline=course_headline(found),
+        headline=history_headline(found),
         sections=sections,
         command=command,
         notes=[f"{CHANGE_IS[0].upper()}{CHANGE_IS[1:]}. Invalid and changed measurements are left out."],

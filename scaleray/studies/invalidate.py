@@ -30,7 +30,7 @@ def invalidate_experiment(run: str, reason: str, *, uri: str | None = None) -> l
     with reading_mlflow(run, store):
         client, found = _find(run, store)
         if known := found.data.tags.get(INVALID):
-            raise TrackingError("the run", run, f"already marked invalid: {known}")
+            raise TrackingError.problem("the run", f"{run} is already marked invalid: {known}")
         text = f"{reason.strip()} ({user_or_somebody()}, {datetime.now(UTC).strftime('%Y-%m-%d')})"
         client.set_tag(found.info.run_id, INVALID, text)
         parent_id = found.data.tags.get(PARENT_TAG)
@@ -52,12 +52,14 @@ def _find(run: str, store: str) -> tuple[Any, Any]:
     client, runs = runs_in_mlflow(run, store)
     if len(runs) > 1:
         ids = ", ".join(one.info.run_id for one in runs[:5])
-        raise TrackingError("RUN", run, f"{len(runs)} runs have this name", f"use the id of one: {ids}")
+        raise TrackingError.problem(
+            "RUN", f"{run} is ambiguous: {len(runs)} runs have this name", f"use the id of one: {ids}"
+        )
     return client, runs[0]
 
 
 def _keep_from_studies(study: Any, point: Any | None, reason: str) -> list[str]:
-    """Mark its turns in the folder of reusable turns of studies."""
+    """Mark its measurements in the folder of reusable measurements."""
     path = study.data.params.get("checkpoint.storage_path")
     if path is None:
         return []

@@ -27,7 +27,7 @@ from scaleray.training import loop
 from scaleray.training.setup.job import WITHOUT_FILES, TrainJob
 from scaleray.training.setup.rank_context import RankContext
 
-# The noise scale of a rung of a ladder: over the first steps of its training, apart from the turns that are timed.
+# The noise scale of a size: over the first steps of its training, apart from the turns that are timed.
 #
 # Turns measure no noise: a measurement costs a part of a step, and a worker that does its share alone would measure
 # by another method than the group. A training to the target measures as its config says.
@@ -65,14 +65,14 @@ def _finite(value: float | None) -> float | None:
 
 REHEARSAL_STEPS = 8
 MOST_STEPS = 2000
-"""Largest number of steps of a turn unless the user requests more."""
+"""Largest number of steps of a measurement unless the user requests more."""
 
 
 @dataclass(kw_only=True)
-class Rung:
-    """One size of a study: a training on the first `workers` workers, and its results so far. name: unique, for people.
+class StudySize:
+    """One size of a study: a training on the first `workers` workers, and its results so far. name: unique.
 
-    A turn lasts at least `steps` steps and `seconds` seconds."""
+    A measurement lasts at least `steps` steps and `seconds` seconds."""
 
     name: str
     workers: int
@@ -87,21 +87,21 @@ class Rung:
     trains_to_target: bool = False
     measures_noise: bool = False
     """Whether noise is measured: during the training to the target if there is one, otherwise over as many untimed
-    steps as a turn has."""
+    steps as a measurement has."""
     marks: list[str] = field(default_factory=list)
-    """Conditions of its turns that must be shown with every value, as far as known beforehand."""
+    """Conditions of its measurements that must be shown with every value, as far as known beforehand."""
     turns: list[Turn] = field(default_factory=list)
     to_target: ToTarget | None = None
     noise: NoiseCourse | None = None
 
     @property
     def num_missing(self) -> int:
-        """Number of turns still to be taken."""
+        """Number of missing measurements."""
         return max(0, self.num_turns - len(self.turns))
 
     @property
     def needs_noise(self) -> bool:
-        """Whether its noise is still to be measured."""
+        """Whether its noise has not been measured yet."""
         return self.measures_noise and self.noise is None
 
     @property
@@ -115,83 +115,85 @@ class Rung:
         return not (self.num_missing or self.needs_noise or self.needs_target)
 
     def steps_of_a_turn(self, step_time_s: float) -> int:
-        """Number of steps of a turn, given how long one takes: whole periods, so that rare events are weighted by their
-        frequency."""
+        """Number of steps of a measurement, given the duration of one: whole periods, so that rare events are weighted
+        by their frequency."""
         wanted = max(self.steps, math.ceil(self.seconds / step_time_s)) if step_time_s > 0 else MOST_STEPS
         return math.ceil(min(wanted, max(MOST_STEPS, self.steps)) / self.period) * self.period
 
 
 Result = Turn | ToTarget | NoiseCourse | RankSample | str
-"""Measurement of a size, a worker's result in a turn, or a note."""
-Tell = Callable[[tuple[str, Result]], Any]
+"""Measurement of a size, a worker's sample from it, or a note."""
+OnResult = Callable[[tuple[str, Result]], Any]
 """Function called with the name of a size and a result."""
 
 
-def order_of_turns(rungs: Sequence[Rung], seed: int) -> list[tuple[int, Rung]]:
-    """(round, size) of every turn: each round has every unfinished size once, in its own order."""
+def order_of_turns(study_sizes: Sequence[StudySize], seed: int) -> list[tuple[int, StudySize]]:
+    """(round, size) of every measurement: each round has every unfinished size once, in its own order."""
     rounds = []
-    for number in range(max((rung.num_missing for rung in rungs), default=0)):
-        now = [rung for rung in rungs if rung.num_missing > number]
+    for number in range(max((size.num_missing for size in study_sizes), default=0)):
+        now = [size for size in study_sizes if size.num_missing > number]
         random.Random(f"{seed}/{number}").shuffle(now)
-        rounds.append([(number, rung) for rung in now])
+        rounds.append([(number, size) for size in now])
     return list(itertools.chain.from_iterable(rounds))
 
 
-def measure_sizes(place: RankContext, rungs: Sequence[Rung], seed: int, tell: Tell, sources: Sources) -> None:
+def measure_sizes(
+    place: RankContext, study_sizes: Sequence[StudySize], seed: int, tell: OnResult, sources: Sources
+) -> None:
     """Take the missing measurements. Collective: every worker of the group calls it with the same sizes, and its
-    default process group is destroyed. seed: of the order of turns. tell: called on the first worker with each result,
-    and by every worker after a turn."""
-    config = rungs[0].job.config
+    default process group is destroyed. seed: of the order of measurements. tell: called on the first worker with
+    each result, and by every worker after a measurement."""
+    config = study_sizes[0].job.config
     if place.device.type == "cpu":
         torch.set_num_threads(max(1, int(config.scale.cpus_per_worker)))
     host = place.node if isinstance(sources, RaySources) else LOOPBACK
     groups = SubGroups(place, timeout_s=config.scale.collective_timeout_s, host=host)
 
-    def tell_of(rung: Rung, result: Result) -> None:
+    def report(size: StudySize, result: Result) -> None:
         if groups.is_first:
-            tell((rung.name, result))
+            tell((size.name, result))
 
     num_steps: dict[str, int] = {}
     # the largest first: what does not run at all should say so before hours are spent on the others
-    for rung in sorted(rungs, key=lambda rung: -rung.workers):
-        if rung.num_missing or (rung.needs_noise and not rung.needs_target):
-            num_steps[rung.name] = _rehearse(rung, groups, sources)
-    for number, rung in order_of_turns(rungs, seed):
-        with groups.of(rung.workers) as mine:
+    for size in sorted(study_sizes, key=lambda size: -size.workers):
+        if size.num_missing or (size.needs_noise and not size.needs_target):
+            num_steps[size.name] = _rehearse(size, groups, sources)
+    for number, size in order_of_turns(study_sizes, seed):
+        with groups.of(size.workers) as mine:
             if mine is not None:
-                job, say = rung.job.changed(AT_USUAL_SPEED, first_steps=num_steps[rung.name]), partial(tell_of, rung)
+                job, say = (size.job.changed(AT_USUAL_SPEED, first_steps=num_steps[size.name]), partial(report, size))
                 samples: list[RankSample] = []
                 turn = take_turn(job, mine, round=number, sources=sources, say=say, samples=samples)
                 for sample in samples[-1:]:  # after the turn, whose steps are timed; each worker's
-                    tell((rung.name, sample))
-                tell_of(rung, turn)
-    for rung in rungs:
-        if rung.needs_target or rung.needs_noise:
-            with groups.of(rung.workers) as mine:
-                if mine is not None and rung.needs_target:
-                    for result in train_to_target(rung.job, mine, sources):
-                        tell_of(rung, result)
+                    tell((size.name, sample))
+                report(size, turn)
+    for size in study_sizes:
+        if size.needs_target or size.needs_noise:
+            with groups.of(size.workers) as mine:
+                if mine is not None and size.needs_target:
+                    for result in train_to_target(size.job, mine, sources):
+                        report(size, result)
                 elif mine is not None:
-                    steps, say = num_steps[rung.name], partial(tell_of, rung)
-                    noise = measure_noise(rung.job, mine, num_steps=steps, sources=sources, say=say)
+                    steps, say = num_steps[size.name], partial(report, size)
+                    noise = measure_noise(size.job, mine, num_steps=steps, sources=sources, say=say)
                     if noise is not None:
-                        tell_of(rung, noise)
+                        report(size, noise)
     groups.close()
 
 
-def _rehearse(rung: Rung, groups: SubGroups, sources: Sources) -> int:
-    """Number of steps of this size's turns, from a few uncounted steps, which also warm caches, compilers and
+def _rehearse(size: StudySize, groups: SubGroups, sources: Sources) -> int:
+    """Number of steps of this size's measurements, from a few uncounted steps, which also warm caches, compilers and
     readers."""
     step_time_s = 0.0
-    length = max(REHEARSAL_STEPS, 2 * rung.period)
-    with groups.of(rung.workers) as place:
+    length = max(REHEARSAL_STEPS, 2 * size.period)
+    with groups.of(size.workers) as place:
         if place is not None:
             steps: list[StepRecord] = []
             emit = emit_to(steps, lambda text: None, place)
-            loop.run(rung.job.changed(AT_USUAL_SPEED, first_steps=length), place, sources=sources, emit=emit)
+            loop.run(size.job.changed(AT_USUAL_SPEED, first_steps=length), place, sources=sources, emit=emit)
             times = [step.step_time_s for step in steps]
             step_time_s = statistics.median(times[length // 2 :]) if times else 0.0
-    return rung.steps_of_a_turn(float(groups.share(repr(step_time_s))))
+    return size.steps_of_a_turn(float(groups.share(repr(step_time_s))))
 
 
 def train_to_target(job: TrainJob, place: RankContext, sources: Sources) -> list[ToTarget | NoiseCourse]:

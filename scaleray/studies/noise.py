@@ -8,7 +8,7 @@ from scaleray.common.printed import quantity
 from scaleray.config import RunConfig
 from scaleray.config.recipe.noise_source import NoiseSource, noise_source
 from scaleray.records.study_record import NoiseCourse, Point
-from scaleray.studies.measure_sizes import Rung
+from scaleray.studies.measure_sizes import StudySize
 from scaleray.training.setup.job import TrainJob
 
 WELL = 2.0
@@ -33,14 +33,14 @@ def source_of(job: TrainJob) -> NoiseSource:
     )
 
 
-def why_no_noise(rungs: Iterable[Rung]) -> str:
+def why_no_noise(study_sizes: Iterable[StudySize]) -> str:
     """Reason why no size measures its noise although the config requests it; "" if one does."""
-    sources = [source_of(rung.job) for rung in rungs]
+    sources = [source_of(size.job) for size in study_sizes]
     return "" if any(s.name for s in sources) else next((s.why for s in reversed(sources) if s.why), "")
 
 
 def in_words(noise: NoiseCourse) -> str:
-    """Noise scale of one rung in words, with its interval."""
+    """Noise scale of one size as text, with its interval."""
     if not noise.num_measurements:
         return "not measured, as the training was shorter than noise_scale.every_steps"
     if noise.scale is None:

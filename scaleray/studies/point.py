@@ -1,4 +1,4 @@
-"""A curve's point, from its turns: steady steps and their cost."""
+"""A curve's point, from its measurements: steady steps and their cost."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from scaleray.records.workload_profile import ImpossibleUtilisation, WorkloadPro
 from scaleray.studies.curves.efficiency import median_step_time, throughput
 from scaleray.studies.curves.steady_state import steady_state
 from scaleray.studies.hardware import OVERSUBSCRIBED, peak_flops
-from scaleray.studies.measure_sizes import Rung
+from scaleray.studies.measure_sizes import StudySize
 from scaleray.studies.turn_store import studies_of
 
 NOT_STEADY = "not steady"
-"""Mark of a point whose turns drift, or have too few steps to tell."""
+"""Mark of a point whose measurements drift, or have too few steps to tell."""
 
 
-def point_so_far(mode: Mode, rung: Rung) -> PointSoFar:
-    """Result of the turns so far, at least one, for live displays: the median of all their steps. It takes a
-    millisecond, and may be called while the next turn is measured.
+def point_so_far(mode: Mode, size: StudySize) -> PointSoFar:
+    """Result of the measurements so far, at least one, for live displays: the median of all their steps. It takes a
+    millisecond, and may be called during the next measurement.
     """
-    step_s = statistics.median(step for turn in list(rung.turns) for step in turn.step_times_s)
-    rate = rung.job.recipe.global_batch_size / step_s
-    return PointSoFar(mode, rung.workers, Estimate(rate, rate, rate), Estimate(step_s, step_s, step_s))
+    step_s = statistics.median(step for turn in list(size.turns) for step in turn.step_times_s)
+    rate = size.job.recipe.global_batch_size / step_s
+    return PointSoFar(mode, size.workers, Estimate(rate, rate, rate), Estimate(step_s, step_s, step_s))
 
 
-def point_of(mode: Mode, rung: Rung, config: RunConfig, *, profile: WorkloadProfile | str, study: str) -> Point:
-    """The point from its turns so far, at least one. profile: counts of the model's operations, or the reason for their
-    absence. study: name of this study. A point is marked if half of its turns are not steady. Raises RunFailedError for
-    an impossible MFU over 100 %."""
-    turns, recipe, workers = rung.turns, rung.job.recipe, rung.workers
-    every = [periods(turn.step_times_s, rung.period) for turn in turns]
+def point_of(mode: Mode, size: StudySize, config: RunConfig, *, profile: WorkloadProfile | str, study: str) -> Point:
+    """The point from its measurements so far, at least one. profile: counts of the model's operations, or the reason
+    for their absence. study: name of this study. A point is marked if half of its measurements are not steady. Raises
+    RunFailedError for an impossible MFU over 100 %."""
+    turns, recipe, workers = size.turns, size.job.recipe, size.workers
+    every = [periods(turn.step_times_s, size.period) for turn in turns]
     states = [steady_state(times) for times in every]
     steady = [times[state.first :] for times, state in zip(every, states, strict=True)]
     step_time = median_step_time(steady)
     samples_per_s = throughput(steady, samples_per_step=recipe.global_batch_size)
-    tokens = rung.job.splits[TRAIN].tokens_per_row
+    tokens = size.job.splits[TRAIN].tokens_per_row
     shares = [split(statistics.median(times), turn, workers) for times, turn in zip(steady, turns, strict=True)]
     comm_shares = [share.comm for share in shares if share.comm is not None]
     num_unsteady = sum(not state.is_steady for state in states)
@@ -57,7 +57,7 @@ def point_of(mode: Mode, rung: Rung, config: RunConfig, *, profile: WorkloadProf
         accumulation_steps=recipe.accumulation_steps,
         turns=steady,
         rounds=[turn.round_name for turn in turns],
-        num_warmup_steps=max(state.first for state in states) * rung.period,
+        num_warmup_steps=max(state.first for state in states) * size.period,
         step_time_s=step_time,
         samples_per_s=samples_per_s,
         tokens_per_s=throughput(steady, samples_per_step=recipe.global_batch_size * tokens) if tokens else None,
@@ -67,15 +67,15 @@ def point_of(mode: Mode, rung: Rung, config: RunConfig, *, profile: WorkloadProf
         other_s=statistics.fmean(share.other for share in shares) * t,
         comm_s=statistics.median(comm_times) if comm_times else (0.0 if workers == 1 else None),
         sent_bytes=statistics.fmean(turn.sent_bytes for turn in turns),
-        mfu=_mfu(samples_per_s.value, rung, config, profile),
+        mfu=_mfu(samples_per_s.value, size, config, profile),
         peak_memory_bytes=max(turn.peak_memory_bytes for turn in turns),
         cost_per_million_samples=cost_per_million_samples(
             samples_per_s.value, workers, config.study.price_per_worker_hour
         ),
-        noise_scale=rung.noise.scale if rung.noise else None,
-        noise=rung.noise,
-        to_target=rung.to_target,
-        marks=[*_marks(rung), *([NOT_STEADY] if 2 * num_unsteady >= len(turns) else [])],
+        noise_scale=size.noise.scale if size.noise else None,
+        noise=size.noise,
+        to_target=size.to_target,
+        marks=[*_marks(size), *([NOT_STEADY] if 2 * num_unsteady >= len(turns) else [])],
         reused_from=studies_of(turns, own=study),
         measured_at=max(turn.measured_at for turn in turns),
     )
@@ -83,7 +83,7 @@ def point_of(mode: Mode, rung: Rung, config: RunConfig, *, profile: WorkloadProf
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """Division of a turn's step time, as shares that add up to 1. comm: None if it is part of compute."""
+    """Division of a measurement's step time, as shares that add up to 1. comm: None if it is part of compute."""
 
     compute: float
     comm: float | None
@@ -115,18 +115,18 @@ def cost_per_million_samples(samples_per_s: float, workers: int, price_per_worke
     return None if price_per_worker_hour is None else price_per_worker_hour * workers / 3600 * 1e6 / samples_per_s
 
 
-def _marks(rung: Rung) -> list[str]:
-    if any(turn.is_emulated for turn in rung.turns):  # sleeping workers need no core
-        return [EMULATED, *(mark for mark in rung.marks if mark != OVERSUBSCRIBED)]
-    return rung.marks
+def _marks(size: StudySize) -> list[str]:
+    if any(turn.is_emulated for turn in size.turns):  # sleeping workers need no core
+        return [EMULATED, *(mark for mark in size.marks if mark != OVERSUBSCRIBED)]
+    return size.marks
 
 
-def _mfu(samples_per_s: float, rung: Rung, config: RunConfig, profile: WorkloadProfile | str) -> float | None:
-    peak = peak_flops(config, rung.turns)
+def _mfu(samples_per_s: float, size: StudySize, config: RunConfig, profile: WorkloadProfile | str) -> float | None:
+    peak = peak_flops(config, size.turns)
     if not peak or isinstance(profile, str) or not profile.flops:
         return None
     try:
-        return mfu(profile.flops * samples_per_s, time_s=1.0, peak_flops_per_s=peak, num_devices=rung.workers)
+        return mfu(profile.flops * samples_per_s, time_s=1.0, peak_flops_per_s=peak, num_devices=size.workers)
     except ImpossibleUtilisation as exc:
         raise RunFailedError(
             f"{exc}. Correct study.peak_tflops, the peak of one worker; the measurements are kept"

@@ -33,7 +33,7 @@ from scaleray.studies import noise as study_noise
 from scaleray.studies.conclusions import planner_laws, points_of_others, words_of
 from scaleray.studies.curves.curves import as_curve
 from scaleray.studies.hardware import OVERSUBSCRIBED
-from scaleray.studies.measure_sizes import Result, Rung
+from scaleray.studies.measure_sizes import Result, StudySize
 from scaleray.studies.point import point_of, point_so_far
 from scaleray.studies.study_options import MODES, StudyOptions
 from scaleray.studies.turn_store import TARGET, TURN, KnownTurns, noise_kind
@@ -44,12 +44,12 @@ from scaleray.training.flop_counter import profile_workload
 class RunningStudy(Campaign):
     """A study between its plan and its record.
 
-    rungs: by name. left_out: a sentence on sizes that are not measured. more: records of other studies with points on
-    the same curves."""
+    study_sizes: by name. left_out: a sentence on sizes that are not measured. more: records of other studies with
+    points on the same curves."""
 
     kind = "study"
     options: StudyOptions
-    rungs: Mapping[str, Rung]
+    study_sizes: Mapping[str, StudySize]
     sources: Mapping[str, Source]
     conditions: Conditions
     command: str
@@ -60,7 +60,7 @@ class RunningStudy(Campaign):
     """Counts of the model's operations, or the reason why they are unknown."""
     num_taken: int = 0
     total: int = 0
-    """Number of turns to measure."""
+    """Number of measurements to take."""
     said: set[str] = field(default_factory=set)
     points: dict[tuple[Mode, str], Point] = field(default_factory=dict)
     """Complete points, by curve and size."""
@@ -103,33 +103,33 @@ class RunningStudy(Campaign):
         """Points and unfinished points so far."""
         # the turns of all sizes take turns, so that whole points come with the last ones alone
         points = [
-            self.points.get((mode, rung.name)) or point_so_far(mode, rung)
-            for mode, rung in self._standing()
-            if rung.turns
+            self.points.get((mode, size.name)) or point_so_far(mode, size)
+            for mode, size in self._sizes_by_mode()
+            if size.turns
         ]
         return Measured("study", self.under_way.done, self.under_way.total, points=points)
 
-    def begin(self) -> list[list[Rung]]:
+    def begin(self) -> list[list[StudySize]]:
         """Report the plan, reuse known results, and return the remaining sizes: in one group of workers, or each in its
         own."""
         self._announce()
         if not self.options.force:
             self._take_over()
-        rungs = [rung for rung in self.rungs.values() if not rung.is_complete]
+        study_sizes = [size for size in self.study_sizes.values() if not size.is_complete]
         self._log_points()
-        if not rungs:
+        if not study_sizes:
             self.say("  everything was measured before; no worker starts")
             return []
-        self.total = sum(rung.num_missing for rung in rungs)
+        self.total = sum(size.num_missing for size in study_sizes)
         if not self.options.relaunch:
-            return [rungs]
-        random.Random(self.options.seed).shuffle(rungs)
-        return [[rung] for rung in rungs]
+            return [study_sizes]
+        random.Random(self.options.seed).shuffle(study_sizes)
+        return [[size] for size in study_sizes]
 
     @property
     def turns(self) -> list[Turn]:
-        """Turns of all rungs."""
-        return [turn for rung in self.rungs.values() for turn in rung.turns]
+        """Measurements of all sizes."""
+        return [turn for size in self.study_sizes.values() for turn in size.turns]
 
     @property
     def hardware(self) -> list[dict[str, Any]]:
@@ -139,7 +139,7 @@ class RunningStudy(Campaign):
 
     def _count_operations(self) -> None:
         """Count the operations of a sample, for MFU and for the planner."""
-        job, rows = next(iter(self.rungs.values())).job, self.sources[TRAIN]
+        job, rows = next(iter(self.study_sizes.values())).job, self.sources[TRAIN]
         try:
             few = rows.read(np.arange(2))
             self.profile = profile_workload(
@@ -150,64 +150,64 @@ class RunningStudy(Campaign):
             self.profile = text if isinstance(exc, UsageError) else f"{type(exc).__name__}: {text}"
 
     def _announce(self) -> None:
-        q, first = self.options, next(iter(self.rungs.values()))
+        q, first = self.options, next(iter(self.study_sizes.values()))
         *smaller, last = q.sizes
         sizes = f"{', '.join(map(str, smaller))} and {last} workers" if smaller else quantity(last, "worker")
         modes = " and ".join(mode for mode in MODES if mode in q.modes)
         self.say(f"study {self.folder.name}: {self.config.workload.name} on {sizes}, {modes} scaling")
         self.say(
             f"  {quantity(q.repeats, 'measurement')} of each of "
-            f"{quantity(len(self.rungs), 'point')} "
+            f"{quantity(len(self.study_sizes), 'point')} "
             f"in random order, each at least {q.steps} steps and {q.seconds:g} s; "
             f"{first.job.recipe.global_batch_size} samples a step at the base"
         )
         if self.left_out:
             self.say(f"  {self.left_out}")
-        if why := study_noise.why_no_noise(self.rungs.values()):
+        if why := study_noise.why_no_noise(self.study_sizes.values()):
             self.say(f"  noise scale: not measured ({why})")
 
     def _take_over(self) -> None:
-        for name, rung in self.rungs.items():
-            rung.turns = self.known.turns(name)[-self.options.repeats :]
-            if rung.turns:
-                names = ", ".join(dict.fromkeys(turn.study for turn in rung.turns))
-                self.say(f"  {name}: {len(rung.turns)} measurements reused from {names} (--force measures them again)")
-            if rung.trains_to_target and (result := self.known.to_target(name)) is not None:
-                rung.to_target = result
+        for name, size in self.study_sizes.items():
+            size.turns = self.known.turns(name)[-self.options.repeats :]
+            if size.turns:
+                names = ", ".join(dict.fromkeys(turn.study for turn in size.turns))
+                self.say(f"  {name}: {len(size.turns)} measurements reused from {names} (--force measures them again)")
+            if size.trains_to_target and (result := self.known.to_target(name)) is not None:
+                size.to_target = result
                 self.say(f"  {name}: training to the target reused")
-            if rung.measures_noise:
-                rung.noise = self.known.noise(name, noise_kind(self.config.noise_scale, rung.trains_to_target))
-                if rung.noise is not None:
+            if size.measures_noise:
+                size.noise = self.known.noise(name, noise_kind(self.config.noise_scale, size.trains_to_target))
+                if size.noise is not None:
                     self.say(f"  {name}: noise scale reused")
 
     def keep(self, told: tuple[str, Result]) -> None:
         """Store a worker's result immediately and log every completed point to MLflow."""
         name, result = told
         if isinstance(result, RankSample):
-            return self.metrics.hear(result) if self.metrics is not None else None
-        rung = self.rungs[name]
-        workers = quantity(rung.workers, "worker")
+            return self.metrics.take_sample(result) if self.metrics is not None else None
+        size = self.study_sizes[name]
+        workers = quantity(size.workers, "worker")
         if isinstance(result, Turn):
             # what is measured by workers of its own shares nothing with others
             round_number = None if self.options.relaunch else result.round
             turn = dataclasses.replace(result, study=self.folder.name, round=round_number)
-            rung.turns.append(turn)
+            size.turns.append(turn)
             self.known.keep(name, TURN, turn, at=turn.measured_at)
             self.num_taken += 1
             self.under_way.advance()
             ms = 1e3 * statistics.median(turn.step_times_s)
             self.say(
-                f"  [{self.num_taken}/{self.total}] {workers}, batch {rung.job.recipe.global_batch_size}: "
+                f"  [{self.num_taken}/{self.total}] {workers}, batch {size.job.recipe.global_batch_size}: "
                 f"{ms:.4g} ms a step, {len(turn.step_times_s)} steps"
             )
         elif isinstance(result, ToTarget):
-            rung.to_target = result
+            size.to_target = result
             self.known.keep(name, TARGET, result, at=time.time())
             how = "reached" if result.is_reached else "missed"
             self.say(f"  {workers}: target {how} after {result.samples} samples and {result.time_s:.3g} s")
         elif isinstance(result, NoiseCourse):
-            rung.noise = result
-            kind = noise_kind(self.config.noise_scale, rung.trains_to_target)
+            size.noise = result
+            kind = noise_kind(self.config.noise_scale, size.trains_to_target)
             self.known.keep(name, kind, result, at=time.time())
             self.say(f"  {workers}: gradient noise scale {study_noise.in_words(result)}")
         elif result not in self.said:
@@ -217,15 +217,15 @@ class RunningStudy(Campaign):
 
     def _log_points(self) -> None:
         """Log every complete point that was not logged yet."""
-        for mode, known in self._standing():
+        for mode, known in self._sizes_by_mode():
             if known.is_complete and (mode, known.name) not in self.points:
                 point = point_of(mode, known, self.config, profile=self.profile, study=self.folder.name)
                 self.points[mode, known.name] = point
                 self.mlflow.log_point(point)
 
-    def _standing(self) -> Iterator[tuple[Mode, Rung]]:
+    def _sizes_by_mode(self) -> Iterator[tuple[Mode, StudySize]]:
         """Pairs of a curve and a size on it, curve by curve."""
-        return ((mode, rung) for mode in MODES for rung in self.rungs.values() if mode in rung.modes)
+        return ((mode, size) for mode in MODES for size in self.study_sizes.values() if mode in size.modes)
 
     def count_for_planner(self) -> None:
         """Count the model's operations if the planner's law for a curve needs them and they are unknown."""
@@ -237,9 +237,9 @@ class RunningStudy(Campaign):
         """The record of the study as measured so far."""
         config, study = self.config.study, self.folder.name
         points = [
-            self.points.get((mode, rung.name)) or point_of(mode, rung, self.config, profile=self.profile, study=study)
-            for mode, rung in self._standing()
-            if rung.turns
+            self.points.get((mode, size.name)) or point_of(mode, size, self.config, profile=self.profile, study=study)
+            for mode, size in self._sizes_by_mode()
+            if size.turns
         ]
         points += points_of_others(self.more, points, self.options.modes)
         curves: list[Curve] = []
@@ -254,7 +254,10 @@ class RunningStudy(Campaign):
                 curves.append(as_curve(mode, own, price_per_worker_hour=price, laws=laws, workers_per_node=most))
                 notes.append(note)
         placements = {
-            rung.name: turn.placement for rung in self.rungs.values() for turn in rung.turns if turn.study == study
+            size.name: turn.placement
+            for size in self.study_sizes.values()
+            for turn in size.turns
+            if turn.study == study
         }
         topology = {**self.conditions.topology, "placement of workers": placements, "workers": self.hardware}
         return StudyRecord(

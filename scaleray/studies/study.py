@@ -52,38 +52,43 @@ from scaleray.studies.hardware import (
     topology_of,
     workers_per_node,
 )
-from scaleray.studies.measure_sizes import Rung, Tell, measure_sizes
-from scaleray.studies.rungs import make_rungs
+from scaleray.studies.measure_sizes import OnResult, StudySize, measure_sizes
 from scaleray.studies.running_study import RunningStudy
 from scaleray.studies.study_options import StudyOptions
+from scaleray.studies.study_sizes import make_study_sizes
 
 
 def measure_in_processes(
     code: UserCode,
     path: str,
-    rungs: Sequence[Rung],
+    study_sizes: Sequence[StudySize],
     seed: int,
-    tell: Tell,
+    tell: OnResult,
     config: RunConfig,
     sources: Mapping[str, Source],
 ) -> None:
-    """Measure the rungs in gloo processes on this machine. path: the study's folder. Re-raises an error of a worker."""
-    size, workload = max(rung.workers for rung in rungs), rungs[0].job.workload
+    """Measure the sizes in gloo processes on this machine. path: the study's folder. Re-raises an error of a worker."""
+    size, workload = max(one.workers for one in study_sizes), study_sizes[0].job.workload
     with gloo_processes(size, code, timeout_s=config.scale.collective_timeout_s, watched_in=path) as processes:
-        processes.run(size, measure_sizes, rungs, seed, TELL, sources, workload=workload, on_message=tell)
+        processes.run(size, measure_sizes, study_sizes, seed, TELL, sources, workload=workload, on_message=tell)
 
 
 def measure_under_ray(
-    storage_path: str, rungs: Sequence[Rung], seed: int, tell: Tell, config: RunConfig, sources: Mapping[str, Source]
+    storage_path: str,
+    study_sizes: Sequence[StudySize],
+    seed: int,
+    tell: OnResult,
+    config: RunConfig,
+    sources: Mapping[str, Source],
 ) -> None:
-    """Measure the rungs with Ray Train workers. storage_path: for Ray Train's own files. Raises a worker's error."""
+    """Measure the sizes with Ray Train workers. storage_path: for Ray Train's own files. Raises a worker's error."""
     import ray
 
-    ship_user_code(rungs[0].job.workload)
+    ship_user_code(study_sizes[0].job.workload)
     stored = RaySources({name: ray.put(source) for name, source in sources.items()}, input_cpus(config))
-    size, name = max(rung.workers for rung in rungs), f"ray_study_{rungs[0].name}"
+    size, name = max(one.workers for one in study_sizes), f"ray_study_{study_sizes[0].name}"
     with handing_over(tell) as put:
-        fit_group(config, size, measure_sizes, (rungs, seed, put, stored), storage_path=storage_path, name=name)
+        fit_group(config, size, measure_sizes, (study_sizes, seed, put, stored), storage_path=storage_path, name=name)
 
 
 @takes(StudyOptions)
@@ -124,7 +129,7 @@ def study(
         sources = load_sources(workload, in_steps=is_in_steps(config))
         room = find_room(config, options.sizes, workload, nodes, oversubscribe=options.oversubscribe)
         options = dataclasses.replace(options, world_sizes=room.sizes)
-        rungs = make_rungs(config, options, workload, sources, cores=num_cores(nodes))
+        study_sizes = make_study_sizes(config, options, workload, sources, cores=num_cores(nodes))
         spread = launch_config(config, room, nodes)
         conditions = conditions_of(config, workload, topology_of(config, nodes))
         for other in more:
@@ -144,7 +149,7 @@ def study(
             running = RunningStudy(
                 config=config,
                 options=options,
-                rungs=rungs,
+                study_sizes=study_sizes,
                 sources=sources,
                 conditions=conditions,
                 folder=folder,
@@ -177,7 +182,7 @@ def _measured(running: RunningStudy, measure: Callable[..., None], spread: RunCo
         ):
             for group in groups:
                 measure(group, running.options.seed, running.keep, spread, running.sources)
-                check_one_kind(running.rungs.values())
+                check_one_kind(running.study_sizes.values())
         with stage("computing the conclusions"):
             running.count_for_planner()
             return running.record()
@@ -188,9 +193,8 @@ def _read(folder: str) -> StudyRecord:
     try:
         return StudyRecord.read(path)
     except (OSError, ValueError) as exc:  # pydantic's errors are ValueErrors
-        raise ConfigError(
+        raise ConfigError.problem(
             "--points-of",
-            folder,
-            f"it has no record of a study: {first_line(exc)}",
+            f"{folder} has no record of a study: {first_line(exc)}",
             "name the folder of a finished study",
         ) from exc

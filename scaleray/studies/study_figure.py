@@ -197,7 +197,7 @@ def convergence(curve: Curve, against: str) -> Drawing:
         ax.set(
             xlabel="samples" if against == "samples" else "training time in s", ylabel=shown[0].point.to_target.metric
         )
-        drawing.legend_beside(ax, "workers")
+        drawing.legend_right(ax, "workers")
 
     left = f" {len(shown)} of {len(trained)} are shown." if len(shown) < len(trained) else ""
     words = (

@@ -26,11 +26,11 @@ class StudyOptions:
     """strong: the config's global batch divided among the workers. weak: a batch that grows with their number. Or
     both."""
     repeats: int = 5
-    """Number of turns of each size."""
+    """Number of measurements of each size."""
     steps: int = 40
-    """Fewest optimizer steps of a turn, including its warm-up, which does not count."""
+    """Fewest optimizer steps of a measurement, including its warm-up, which does not count."""
     seconds: float = 3.0
-    """Least length of a turn in seconds."""
+    """Least length of a measurement in seconds."""
     to_target: bool = False
     """Train each size to the config's stop.at as well, and report time and samples to it."""
     noise: bool = False
@@ -44,7 +44,7 @@ class StudyOptions:
     points_of: Sequence[str] = ()
     """Folder of another study whose points belong to the same curves; refused if its conditions differ."""
     seed: int = 0
-    """Seed of the order of turns."""
+    """Seed of the order of measurements."""
     local: bool = False
     """Run in plain gloo processes on this machine, without Ray."""
 
@@ -59,7 +59,7 @@ class StudyOptions:
         if self.steps < 4:
             raise ConfigError("--steps", self.steps, "it must be at least 4", "40 leaves 20 after the warm-up")
         if not 0 <= self.seconds < 86_400:
-            raise ConfigError("--seconds", self.seconds, "it must be 0 or more, and less than a day")
+            raise ConfigError("--seconds", self.seconds, "it must be at least 0 and less than a day")
 
     @property
     def sizes(self) -> list[int]:

@@ -99,7 +99,7 @@ class SubGroups:
             self._store.set(f"{name} is over", "done")
         self._store.wait([f"{name} is over"], LONGEST_TURN)
         if self._store.get(f"{name} is over") != b"done":
-            raise PeerLostError("another worker failed in this turn")
+            raise PeerLostError("another worker failed in this measurement")
 
     def share(self, value: str) -> str:
         """Send the first worker's text to every worker. Collective."""

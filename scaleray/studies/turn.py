@@ -1,7 +1,7 @@
-"""One turn of a size: some steps of the real training, and the same work without communication. The wait for
-communication cannot be timed directly: transfers overlap with computing, and workers on shared cores slow each other
-down even without communication. So the same micro-batches and the same update run a second time, as a training of one
-worker on each of the same workers at the same time, step by step from a common start. The difference is the cost of
+"""One measurement of a size (a "turn"): some steps of the real training, and the same work without communication. The
+wait for communication cannot be timed directly: transfers overlap with computing, and workers on shared cores slow each
+other down even without communication. So the same micro-batches and the same update run a second time, as a training of
+one worker on each of the same workers at the same time, step by step from a common start. The difference is the cost of
 communication: waiting for transfers, copies and reductions. Under FSDP and ZeRO-1 the separate update covers all
 parameters instead of a share, so their results are slightly too good."""
 
@@ -96,7 +96,7 @@ def take_turn(
 
 
 class _Watcher:
-    """A probe that only keeps the model."""
+    """Probe that only stores the model."""
 
     is_emulated = False
 
@@ -111,7 +111,7 @@ class _Watcher:
 
 
 class _Starter(_Watcher):
-    """A probe that starts the steps of all workers together. spent_s: seconds that this took, one number per step."""
+    """Probe that starts the steps of all workers together. spent_s: seconds that this took, one number per step."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.spent_s = device, list[float]()

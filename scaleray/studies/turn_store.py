@@ -25,14 +25,14 @@ Kept = TypeVar("Kept", Turn, ToTarget, NoiseCourse)
 FOLDER = "study_turns"
 TURN, TARGET = "turn-", "target-"
 INVALID = f"{FOLDER}/invalid"
-"""Folder with a file for each study whose turns must not be used."""
+"""Folder with a file for each study whose measurements must not be used."""
 SEALED = re.compile(r"-(?P<time>\d+\.\d{3})-(?P<hash>[0-9a-f]{16})\.json$")
 """End of a file's name: time of the measurement, in seconds since 1970, and the beginning of its content's SHA-256."""
 
 
 @dataclasses.dataclass(frozen=True)
 class InvalidTurns:
-    """Turns of one study, or those of one number of workers, that must not be used. Times in seconds since 1970."""
+    """Measurements of one study, or of one number of workers, that must not be used. Times in seconds since 1970."""
 
     study: str
     reason: str
@@ -40,21 +40,21 @@ class InvalidTurns:
     to_s: float
     workers: int | None = None
 
-    def holds(self, rung: str, *, study: str | None, at: float) -> bool:
+    def holds(self, size: str, *, study: str | None, at: float) -> bool:
         """Whether a result of this size is among them. study: its source; None if not recorded."""
-        if self.workers is not None and not rung.startswith(f"w{self.workers:03d}-"):
+        if self.workers is not None and not size.startswith(f"w{self.workers:03d}-"):
             return False
         return study == self.study if study is not None else self.from_s <= at <= self.to_s
 
 
 def mark_invalid(storage_path: str, turns: InvalidTurns) -> None:
-    """Exclude these turns from reuse by later studies. Raises OSError."""
+    """Exclude these measurements from reuse by later studies. Raises OSError."""
     name = f"{turns.study}{'' if turns.workers is None else f'-w{turns.workers:03d}'}.json"
     Store(storage_path).child(INVALID).write_text(name, json.dumps(dataclasses.asdict(turns)))
 
 
 class KnownTurns:
-    """Files `FOLDER/CONDITIONS/RUNG/turn-....json` under the storage path, one for each turn.
+    """Files `FOLDER/CONDITIONS/SIZE/turn-....json` under the storage path, one for each measurement.
 
     A size's name has all facts that the conditions lack: workers, batch, micro-batch, strategy, and whether it was
     relaunched."""
@@ -64,36 +64,36 @@ class KnownTurns:
         self.store = Store(storage_path).child(f"{FOLDER}/{key_of(conditions)}")
         self.invalid = _read_invalid(Store(storage_path).child(INVALID))
 
-    def turns(self, rung: str) -> list[Turn]:
-        """Turns of a size, oldest first. Unreadable files are ignored."""
-        found = [self._read(name, Turn) for name in self.store.names(rung) if f"/{TURN}" in f"/{name}"]
-        is_valid = lambda turn: not any(o.holds(rung, study=turn.study, at=turn.measured_at) for o in self.invalid)
+    def turns(self, size: str) -> list[Turn]:
+        """Measurements of a size, oldest first. Unreadable files are ignored."""
+        found = [self._read(name, Turn) for name in self.store.names(size) if f"/{TURN}" in f"/{name}"]
+        is_valid = lambda turn: not any(o.holds(size, study=turn.study, at=turn.measured_at) for o in self.invalid)
         valid = (turn for turn in found if turn is not None and is_valid(turn))
         return sorted(valid, key=lambda turn: turn.measured_at)
 
-    def to_target(self, rung: str) -> ToTarget | None:
+    def to_target(self, size: str) -> ToTarget | None:
         """Duration of the newest training of a size to the target."""
-        return self._newest(f"{rung}/{TARGET}", ToTarget)
+        return self._newest(f"{size}/{TARGET}", ToTarget)
 
-    def noise(self, rung: str, kind: str) -> NoiseCourse | None:
+    def noise(self, size: str, kind: str) -> NoiseCourse | None:
         """The newest noise of a size. kind: see `noise_kind`."""
-        return self._newest(f"{rung}/{kind}", NoiseCourse)
+        return self._newest(f"{size}/{kind}", NoiseCourse)
 
-    def keep(self, rung: str, kind: str, result: Turn | ToTarget | NoiseCourse, *, at: float) -> None:
+    def keep(self, size: str, kind: str, result: Turn | ToTarget | NoiseCourse, *, at: float) -> None:
         """Write a result atomically. kind: `TURN`, `TARGET` or a `noise_kind`. at: seconds since 1970."""
         text = json.dumps(jsonable(dataclasses.asdict(result)))
-        self.store.write_text(f"{rung}/{kind}{at:.3f}-{_hash(text.encode())}.json", text)
+        self.store.write_text(f"{size}/{kind}{at:.3f}-{_hash(text.encode())}.json", text)
 
     def _newest(self, start: str, kind: type[Kept]) -> Kept | None:
-        rung, _, stem = start.rpartition("/")
-        names = sorted(name for name in self.store.names(rung) if f"/{stem}" in f"/{name}" and self._is_of_valid(name))
+        size, _, stem = start.rpartition("/")
+        names = sorted(name for name in self.store.names(size) if f"/{stem}" in f"/{name}" and self._is_of_valid(name))
         return self._read(names[-1], kind) if names else None
 
     def _is_of_valid(self, name: str) -> bool:
         """Whether a stored result does not belong to an invalid study."""
         sealed = SEALED.search(name)
-        rung = name.rpartition("/")[0].rpartition("/")[2]
-        return sealed is None or not any(one.holds(rung, study=None, at=float(sealed["time"])) for one in self.invalid)
+        size = name.rpartition("/")[0].rpartition("/")[2]
+        return sealed is None or not any(one.holds(size, study=None, at=float(sealed["time"])) for one in self.invalid)
 
     def _read(self, name: str, kind: type[Kept]) -> Kept | None:
         """Raise StorageError for a file whose content was changed."""
@@ -103,8 +103,11 @@ class KnownTurns:
             return None
         sealed = SEALED.search(name)
         if sealed is not None and sealed["hash"] != _hash(content):
-            problem, hint = "it was changed: its hash differs", "remove it, or measure again with --force"
-            raise StorageError("a measured turn", self.store.path(name), problem, hint)
+            raise StorageError.problem(
+                "The measurement",
+                f"{self.store.path(name)} was changed: its hash differs",
+                "remove it, or measure again with --force",
+            )
         try:
             return TypeAdapter(kind).validate_json(content)
         except ValidationError:
@@ -130,7 +133,7 @@ def noise_kind(settings: NoiseScaleSettings, is_to_target: bool) -> str:
 
 
 def studies_of(turns: Iterable[Turn], *, own: str) -> str | None:
-    """Other studies whose turns this one reuses, as text; None if it measured all."""
+    """Other studies whose measurements this one reuses, as text; None if it took all itself."""
     turns = list(turns)
     others = [turn.study for turn in turns if turn.study != own]
     if not others:

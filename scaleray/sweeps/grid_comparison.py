@@ -46,7 +46,7 @@ def compare_with_grid(guided: SweepRecord, grid: SweepRecord) -> GridComparison:
     ):
         if ours != theirs:
             raise ConfigError(
-                "--against-grid", grid.name, f"{what} is {theirs} there and {ours} here", "give a matching grid"
+                "--against-grid", grid.name, f"{what} is {theirs} in the grid and {ours} here", "give a matching grid"
             )
     times = _times_to_target(grid.trials)
     own = _times_to_target(guided.trials)

@@ -45,7 +45,10 @@ def check_guided(base: RunConfig, question: SweepQuestion) -> None:
         )
     if question.scheduler != "fifo":
         raise ConfigError(
-            "--scheduler", question.scheduler, "trials stopped early do not show the time to the target", "leave it out"
+            "--scheduler",
+            question.scheduler,
+            "trials that are stopped early do not show the time to the target",
+            "omit it",
         )
     if question.num_trials is not None:
         raise ConfigError(

@@ -231,7 +231,7 @@ class RunningSweep(Campaign):
         self.say(
             f"  {quantity(planned, 'trial')} ({question.search}, {question.scheduler}), {workers}, "
             f"up to {fit} at a time, "
-            f"judged by {plan.metric} ({plan.direction})"
+            f"ranked by {plan.metric} ({plan.direction})"
         )
         if question.guided_share is not None:
             self.say(f"  guided: runs only the useful ones, for at most {question.guided_share:.0%} of their samples")

@@ -77,10 +77,9 @@ class Space:
             choices[LEARNING_RATE] = self.learning_rates
         total = math.prod(len(values) for values in choices.values())
         if total > MOST_COMBINATIONS:
-            raise ConfigError(
-                "the search space",
-                f"{total} combinations",
-                f"at most {MOST_COMBINATIONS} can be checked",
+            raise ConfigError.problem(
+                "The search space",
+                f"has {total:,} combinations, but at most {MOST_COMBINATIONS:,} can be checked",
                 "vary fewer keys, or give fewer values",
             )
         return [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
@@ -114,7 +113,7 @@ def choose(space: Space, *, search: str, num_trials: int | None, refuse: Refuse,
             "--trials",
             num_trials,
             f"the grid has {len(possible)} combinations",
-            "leave it out, give fewer values, or use --search random, which draws that many",
+            "omit it, give fewer values, or use --search random, which draws that many",
         )
     chance.shuffle(possible)
     chosen = possible if num_trials is None else possible[:num_trials]
@@ -173,7 +172,7 @@ def parse_sizes(option: str, text: str) -> tuple[int, ...]:
     if match := re.fullmatch(r"\s*(\d{1,12})\s*\.\.\s*(\d{1,12})\s*", text):
         low, high = int(match[1]), int(match[2])
         if not 1 <= low <= high:
-            raise ConfigError(option, text, "the first must be at least 1 and at most the second", example)
+            raise ConfigError(option, text, "the first number must be at least 1 and at most the second", example)
         return tuple(low * 2**k for k in range((high // low).bit_length()))
     sizes = _parse_list(option, text, int, example)
     if min(sizes) < 1:
@@ -187,7 +186,9 @@ def parse_rates(option: str, text: str) -> tuple[float, ...] | LogUniform:
     low, dots, high = text.partition("..")
     rates = _parse_list(option, f"{low},{high}" if dots else text, float, example)
     if not all(0 < rate < math.inf for rate in rates) or (dots and (len(rates) != 2 or rates[0] >= rates[1])):
-        raise ConfigError(option, text, "learning rates must be above 0, and ranges increasing", example)
+        raise ConfigError(
+            option, text, "learning rates must be above 0, and the second end of a range above the first", example
+        )
     return LogUniform(rates[0], rates[1]) if dots else rates
 
 
@@ -196,7 +197,7 @@ def parse_names(option: str, text: str, allowed: Sequence[str]) -> tuple[str, ..
     names = _parse_list(option, text, str, f"there are {', '.join(allowed)}")
     unknown = [name for name in names if name not in allowed]
     if unknown:
-        raise ConfigError(option, unknown[0], "it is unknown", f"available: {', '.join(allowed)}")
+        raise ConfigError(option, unknown[0], f"it must be one of {', '.join(allowed)}")
     return names
 
 

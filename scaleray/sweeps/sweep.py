@@ -170,8 +170,10 @@ def _load_workloads(config: RunConfig, question: SweepQuestion, given: Any, base
     workloads = {}
     for args in all_args(config, question.space):
         if given is not None and not isinstance(given, type) and args != dict(config.workload.args):
-            raise ConfigError(
-                "--vary", "workload.args", "the workload is an object, whose arguments are fixed", "pass its class"
+            raise ConfigError.problem(
+                "--vary workload.args",
+                "requires a class: the workload is an object, whose arguments are fixed",
+                "pass its class",
             )
         workloads[material_key(args)] = make_workload(given, config.workload.name, args, base_dir=base_dir)
     return workloads

@@ -120,7 +120,7 @@ def curves(record: SweepRecord, against: str) -> Drawing:
         ax.set(xlabel="samples" if against == "samples" else "training time", ylabel=record.metric)
         for batch in batches:
             ax.plot([], [], color=shade[batch], label=str(batch), linewidth=2.4)
-        drawing.legend_beside(ax, "batch size")
+        drawing.legend_right(ax, "batch size")
 
     left = (
         f" {len(chosen)} of {len(with_curve)} trials are drawn: the best of each rule and batch size, then an even "
@@ -240,7 +240,7 @@ def noise(record: SweepRecord) -> Drawing:
         drawing.log_axis(ax.yaxis)
         drawing.log_axis(ax.xaxis)
         ax.set(xlabel="samples trained on", ylabel="noise scale in samples")
-        drawing.legend_beside(ax, "batch size")
+        drawing.legend_right(ax, "batch size")
 
     left = f" {len(shown)} of {len(measured)} trials are drawn." if len(shown) < len(measured) else ""
     bars = " Bars: 95% intervals; those that reach the frame extend beyond it." if ends else ""

@@ -74,10 +74,9 @@ class SweepFolder:
             try:
                 found.append(adapter.validate_json(self.store.read(name)))
             except (OSError, ValidationError) as exc:
-                raise ConfigError(
+                raise ConfigError.problem(
                     "--continue",
-                    self.store.path(name),
-                    f"it cannot be read: {first_line(exc)}",
+                    f"{self.store.path(name)} cannot be read: {first_line(exc)}",
                     "remove the file to run this trial again",
                 ) from exc
         return sorted(found, key=lambda trial: trial.number)
@@ -92,7 +91,7 @@ def finished_record(path: str, *, option: str = "--continue") -> SweepRecord | N
         return TypeAdapter(SweepRecord).validate_json(Store(path).read(FILE))
     except ValidationError as exc:
         file = Store(path).path(FILE)
-        raise ConfigError(option, file, f"it is not a sweep's record: {first_line(exc)}") from exc
+        raise ConfigError.problem(option, f"{file} is not the record of a sweep: {first_line(exc)}") from exc
     except (OSError, ValueError):  # a URI of an unknown kind: `read_asked` reports it
         return None
 
@@ -101,8 +100,8 @@ def grid_record(folder: str | Path) -> SweepRecord:
     """Return the record of a finished sweep of a whole grid. Raises ConfigError if the folder holds none."""
     found = finished_record(absolute_path(str(folder)), option="--against-grid")
     if found is None:
-        raise ConfigError(
-            "--against-grid", str(folder), "it holds no record of a sweep", "give the folder of a finished sweep"
+        raise ConfigError.problem(
+            "--against-grid", f"{folder} has no record of a sweep", "give the folder of a finished sweep"
         )
     return found
 
@@ -114,11 +113,15 @@ def read_asked(path: str) -> AskedSweep:
     try:
         values = load_json(store.read(ASKED_FILE))
     except FileNotFoundError:
-        raise ConfigError("--continue", path, f"it is not a sweep's folder: it has no {ASKED_FILE}") from None
+        raise ConfigError.problem(
+            "--continue", f"{path} is not the folder of a sweep: it has no {ASKED_FILE}"
+        ) from None
     except (OSError, ValueError) as exc:
-        raise ConfigError("--continue", file, f"it cannot be read: {exc}") from exc
+        raise ConfigError.problem("--continue", f"{file} cannot be read: {exc}") from exc
     if values.pop("format", None) != FORMAT:
-        raise ConfigError("--continue", file, "another scaleray version wrote it", "continue with that version")
+        raise ConfigError.problem(
+            "--continue", f"{file} was written by another version of scaleray", "continue with that version"
+        )
     try:
         rates = values["question"]["space"]["learning_rates"]
         space = {
@@ -130,4 +133,4 @@ def read_asked(path: str) -> AskedSweep:
         refused = [(settings, reason) for settings, reason in values["refused"]]
         return AskedSweep(**{**values, "question": question, "refused": refused})
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
-        raise ConfigError("--continue", file, f"it was not written by a sweep: {exc}") from exc
+        raise ConfigError.problem("--continue", f"{file} was not written by a sweep: {exc}") from exc

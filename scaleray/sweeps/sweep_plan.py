@@ -146,10 +146,9 @@ def make_material(workload: Any, sources: Mapping[str, Source]) -> Material:
             "give arrays, a ParquetSource or a TokenSource",
         )
     if len(splits) < 2:
-        raise DataError(
+        raise DataError.problem(
             "datasets()",
-            f"only {TRAIN!r}",
-            "trials are compared by an evaluation, which needs another split",
+            f"has only the split {TRAIN!r}: trials are compared on another one",
             "return a 'val' split as well",
         )
     return Material(workload, splits, sources)
@@ -168,7 +167,9 @@ def make_plan(
     if not candidates.chosen:
         _, reason = candidates.refused[0]
         number = len(candidates.refused)
-        raise ConfigError("the sweep", f"{number} combination{'s' * (number > 1)}", f"none can run: {reason}")
+        raise ConfigError.problem(
+            "The sweep", f"has {number} combination{'s' * (number > 1)}, none of which can run: {reason}"
+        )
     return dataclasses.replace(plan, candidates=candidates.chosen), candidates
 
 
@@ -190,15 +191,15 @@ def _metric(base: RunConfig, question: SweepQuestion, splits: Mapping[str, Split
     evaluated = [name for name in splits if name not in (TRAIN, base.evaluation.only_at_end)]
     if not evaluated:
         raise ConfigError(
-            "evaluation.test", "at_end", "trials are compared by this split, as there is no other", "leave it out"
+            "evaluation.test", "at_end", "trials are compared on this split, as there is no other", "omit it"
         )
     text = text or base.checkpoint.best or f"{evaluated[0]}/loss min"
     metric, _, direction = text.strip().partition(" ")
     if direction not in ("min", "max") or "/" not in metric:
-        raise ConfigError("--metric", text, "a metric and its direction are needed", "for example 'val/loss min'")
+        raise ConfigError("--metric", text, "it must be a metric and min or max", "for example 'val/loss min'")
     if metric.partition("/")[0] not in evaluated:
         known = ", ".join(f"{name}/loss" for name in evaluated)
-        raise ConfigError("--metric", metric, "no evaluation measures this", f"available: {known} ...")
+        raise ConfigError("--metric", metric, "no evaluation measures it", f"available: {known} ...")
     return metric, "max" if direction == "max" else "min"
 
 
@@ -208,7 +209,7 @@ def _check_scheduler(base: RunConfig, question: SweepQuestion) -> None:
         raise ConfigError(
             "--scheduler",
             scheduler,
-            "it compares trials while they train, and evaluation.every is not set",
+            "it compares trials during training, which requires evaluation.every",
             "add --evaluation.every '1 epoch', or use fifo",
         )
     if scheduler != "pbt":
@@ -225,7 +226,7 @@ def _check_scheduler(base: RunConfig, question: SweepQuestion) -> None:
         raise ConfigError(
             "--scheduler",
             "pbt",
-            "trials copy weights and state from each other, so they may differ only in learning rate, not in "
+            "trials copy weights and state from each other and may differ only in learning rate, not in "
             f"{', '.join(varied)}",
             "give one value each, or use asha",
         )

@@ -109,7 +109,7 @@ def _check_guided(share: float, search: Search) -> None:
     if not 0 < share <= 1:
         raise ConfigError("--guided-share", share, "it must be a share of the grid's samples, above 0 and at most 1")
     if search == "optuna":
-        raise ConfigError("--search", search, "a guided sweep chooses among the trials of a grid", "leave it out")
+        raise ConfigError("--search", search, "a guided sweep chooses among the trials of a grid", "omit it")
 
 
 def _check_search(space: Space, search: Search, scheduler: Scheduler, trials: int | None) -> None:
@@ -122,11 +122,9 @@ def _check_search(space: Space, search: Search, scheduler: Scheduler, trials: in
             "give learning rates as a list, or use --search random",
         )
     if search == "optuna" and trials is None:
-        raise ConfigError("--trials", None, "Optuna's suggestions never end", "for example --trials 24")
+        raise ConfigError("--trials", None, "Optuna can suggest any number of trials", "for example --trials 24")
     if scheduler == "pbt" and space.num_seeds > 1:
-        raise ConfigError(
-            "--seeds", space.num_seeds, "trials of pbt copy weights from each other", "leave it out with pbt"
-        )
+        raise ConfigError("--seeds", space.num_seeds, "trials of pbt copy weights from each other", "omit it with pbt")
 
 
 def _durations(text: str) -> tuple[str, ...]:
@@ -145,7 +143,7 @@ def _varied(text: str) -> tuple[str, tuple[Any, ...]]:
     key = key.strip().removeprefix("--").replace("-", "_")
     example = "such as --vary optimizer.weight_decay=0,0.01"
     if not equals or not key or not given.strip():
-        raise ConfigError("--vary", text, "a key and its values are needed", example)
+        raise ConfigError("--vary", text, "it must be a key and its values", example)
     if key in OPTIONS:
         raise ConfigError("--vary", text, f"{key} has its own option", f"use {OPTIONS[key]}")
     if key in (SEED, "scale.workers"):
@@ -153,7 +151,7 @@ def _varied(text: str) -> tuple[str, tuple[Any, ...]]:
     try:
         values = load_yaml(f"[{given}]")
     except ValueError:
-        raise ConfigError("--vary", text, "its values cannot be read", example) from None
+        raise ConfigError("--vary", text, "the values must be a list, separated by commas", example) from None
     unique = [value for number, value in enumerate(values) if value not in values[:number]]
     return key, tuple(_number(value) for value in unique)
 

@@ -26,9 +26,9 @@ from scaleray.config import RunConfig
 from scaleray.errors import PeerLostError, RunFailedError, ScaleRayError, first_line
 from scaleray.launch.workers.hang_reports import with_explanation
 from scaleray.launch.workers.ray_train import collective_backend, worker_resources
+from scaleray.records.control_request import ControlRequest
 from scaleray.records.run_record import WorkerMessage, WorkerSummary
 from scaleray.records.start import steady_time
-from scaleray.records.wishes import Wish
 from scaleray.sweeps.search_space import Settings
 from scaleray.sweeps.sweep_plan import SweepPlan, material_key
 from scaleray.training import loop
@@ -46,7 +46,7 @@ BEAT_S = 0.5
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Rendezvous of the ranks of one trial."""
 
     place: StorePlace
@@ -62,7 +62,7 @@ def train_rank(
     plan: SweepPlan,
     settings: Settings,
     place: RankContext,
-    meeting: Meeting | None,
+    rendezvous: Rendezvous | None,
     *,
     emit: Callable[[WorkerMessage], None],
     make_checkpointing: Callable[[TrainJob, RankContext], AskingCheckpointing],
@@ -72,12 +72,12 @@ def train_rank(
     job = fresh_job(plan, settings)
     sources = plan.materials[material_key(job.config.workload.args)].sources
     progress = Progress()
-    stalls = _stall_watch(progress, place, meeting, job.config.scale.collective_timeout_s)
+    stalls = _stall_watch(progress, place, rendezvous, job.config.scale.collective_timeout_s)
     watchdog = Watchdog(
         progress,
         interval_s=BEAT_S,
         limit_s=WATCHDOG_SHARE * job.config.scale.collective_timeout_s,
-        beat=lambda step, phase, since_s: Wish.NOTHING,
+        beat=lambda step, phase, since_s: ControlRequest.NOTHING,
         on_leave=lambda: None,
         on_hang=on_hang,
         look=(lambda since_s, may_tell: None) if stalls is None else stalls.look,
@@ -87,18 +87,18 @@ def train_rank(
             torch.set_num_threads(max(1, int(job.config.scale.cpus_per_worker)))
         else:
             torch.cuda.set_device(place.device)
-        with _process_group(place, meeting), stalls or contextlib.nullcontext(), watchdog:
+        with _process_group(place, rendezvous), stalls or contextlib.nullcontext(), watchdog:
             return loop.run(
                 job, place, sources=sources, emit=emit, progress=progress, checkpointing=make_checkpointing(job, place)
             )
 
 
 def _stall_watch(
-    progress: Progress, place: RankContext, meeting: Meeting | None, timeout_s: float
+    progress: Progress, place: RankContext, rendezvous: Rendezvous | None, timeout_s: float
 ) -> StallWatch | None:
-    if meeting is None:
+    if rendezvous is None:
         return None
-    path, group = meeting.watched
+    path, group = rendezvous.watched
     return StallWatch(
         progress, place, path, collective_timeout_s=timeout_s, look_every_s=BEAT_S, group=group, since_ns=time.time_ns()
     )
@@ -114,18 +114,18 @@ def fresh_job(plan: SweepPlan, settings: Settings) -> TrainJob:
 
 
 @contextlib.contextmanager
-def _process_group(place: RankContext, meeting: Meeting | None) -> Iterator[None]:
-    if meeting is None:
+def _process_group(place: RankContext, rendezvous: Rendezvous | None) -> Iterator[None]:
+    if rendezvous is None:
         yield
         return
-    if meeting.is_one_node and sys.platform == "linux":
+    if rendezvous.is_one_node and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo may otherwise pick an unreachable address
     flight_recorder.switch_on()
-    timeout = timedelta(seconds=meeting.timeout_s)
-    store = open_store(meeting.place, timeout=timeout)
+    timeout = timedelta(seconds=rendezvous.timeout_s)
+    store = open_store(rendezvous.place, timeout=timeout)
     dist.init_process_group(
-        meeting.backend,
-        store=dist.PrefixStore(meeting.name, store),
+        rendezvous.backend,
+        store=dist.PrefixStore(rendezvous.name, store),
         rank=place.rank,
         world_size=place.world_size,
         timeout=timeout,
@@ -167,7 +167,7 @@ class TrialWorker:
         return ray.util.get_node_ip_address()
 
     def train(
-        self, settings: Settings, place: RankContext, meeting: Meeting, start_from: str | None
+        self, settings: Settings, place: RankContext, rendezvous: Rendezvous, start_from: str | None
     ) -> ScaleRayError | None:
         """Train to the end of the trial; return the error, if any."""
 
@@ -187,7 +187,7 @@ class TrialWorker:
                     self.plan,
                     settings,
                     place,
-                    meeting,
+                    rendezvous,
                     emit=lambda message: None,
                     make_checkpointing=make_checkpointing,
                     on_hang=die,
@@ -202,7 +202,7 @@ class TrialGroup:
 
     def __init__(self, plan: SweepPlan, workers: list[Any], nodes: list[str], path: str) -> None:
         self.plan, self._path = plan, path
-        self._meets: Meeting | None = None
+        self._meets: Rendezvous | None = None
         order = sorted(range(1, len(nodes)), key=lambda n: (nodes[n] != nodes[0], nodes[n]))
         self._workers = [workers[n - 1] for n in order]
         self._nodes = [nodes[0], *(nodes[n] for n in order)]
@@ -240,12 +240,12 @@ class TrialGroup:
         """Begin a new trial, which trains at the first `advance`."""
         self._num_trials += 1
         self._answers = []
-        meeting = self._meets = self._meeting()
+        rendezvous = self._meets = self._rendezvous()
         places = self._places()
 
         def train(emit: Callable[[WorkerMessage], None], make_checkpointing: Any) -> WorkerSummary:
             self._answers = [
-                worker.train.remote(settings, place, meeting, start_from)
+                worker.train.remote(settings, place, rendezvous, start_from)
                 for worker, place in zip(self._workers, places[1:], strict=True)
             ]
             place = dataclasses.replace(places[0], device=_device(self.plan.base))
@@ -253,7 +253,7 @@ class TrialGroup:
                 self.plan,
                 settings,
                 place,
-                meeting,
+                rendezvous,
                 emit=emit,
                 make_checkpointing=make_checkpointing,
                 on_hang=self._give_up,
@@ -325,11 +325,11 @@ class TrialGroup:
         if self.training is not None:
             self.training.give_up(LostWorkersError(f"rank 0 hangs: {what}"))
 
-    def _meeting(self) -> Meeting | None:
+    def _rendezvous(self) -> Rendezvous | None:
         if self._owned is None:
             return None
         scale = self.plan.base.scale
-        return Meeting(
+        return Rendezvous(
             self._owned.place,
             f"trial {self._num_trials}",
             collective_backend(self.plan.base),

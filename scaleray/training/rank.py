@@ -15,8 +15,8 @@ import torch
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.common.watchers import Guard
 from scaleray.data import Sources
+from scaleray.records.control_request import ControlRequest
 from scaleray.records.run_record import Emit, EventRecord, Heartbeat, WorkerSummary
-from scaleray.records.wishes import Wish
 from scaleray.training import loop
 from scaleray.training.health.stall_watch import StallWatch
 from scaleray.training.health.worker_progress import HANG, WATCHDOG_SHARE, Progress, Watchdog
@@ -40,7 +40,7 @@ class Channel:
     checkpoints."""
 
     send: Emit
-    beat: Callable[[Heartbeat], Wish]
+    beat: Callable[[Heartbeat], ControlRequest]
     flush: Callable[[], object] = lambda: None
     durable: Callable[[], Any] | None = None
 
@@ -67,7 +67,7 @@ def run_rank(
     if context.device.type == "cpu":
         torch.set_num_threads(max(1, int(job.config.scale.cpus_per_worker)))
 
-    def beat(step: int, phase: str, since_s: float) -> Wish:
+    def beat(step: int, phase: str, since_s: float) -> ControlRequest:
         rank, size, lines, recent = context.rank, context.world_size, tuple(tail), progress.recent
         return channel.beat(
             Heartbeat(rank, context.node, os.getpid(), step, phase, since_s, lines, size, recent=recent)

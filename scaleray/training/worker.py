@@ -18,9 +18,9 @@ import torch
 from scaleray.common.idle_warnings import leave_out_idle_warnings
 from scaleray.data import RaySources
 from scaleray.errors import WorkloadError
+from scaleray.records.control_request import ControlRequest
 from scaleray.records.run_record import Heartbeat, WorkerMessage, WorkerSummary
 from scaleray.records.start import PROCESSES, WORKER_IMPORTS, StartClock
-from scaleray.records.wishes import Wish
 from scaleray.training.health.worker_progress import Tail, TailHandler
 from scaleray.training.rank import Channel, run_rank
 from scaleray.training.ray_metrics import RankPublisher
@@ -145,11 +145,11 @@ class Sender:
             for message in messages:
                 self.publisher.hear(message)
 
-    def beat(self, heartbeat: Heartbeat) -> Wish:
+    def beat(self, heartbeat: Heartbeat) -> ControlRequest:
         """Deliver a heartbeat immediately, and return the recorder's request."""
         import ray
 
-        return Wish(ray.get(self.recorder.beat.remote(heartbeat), timeout=30))
+        return ControlRequest(ray.get(self.recorder.beat.remote(heartbeat), timeout=30))
 
     def flush(self) -> bool:
         """Send all waiting messages and wait until they have arrived; returns whether they have.

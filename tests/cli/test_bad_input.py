@@ -116,7 +116,7 @@ def test_the_config_of_these_tests_runs(folder, capsys):
     (report,) = (folder / "runs").glob("*/report.html")
     assert f"report:  {report}" in out and "viewStateShareKey=scaleray-trainings" in out
     page = report.read_text()
-    assert "Learning" in page and "figures as PNG and numbers as CSV lie beside it" not in page
+    assert "Learning" in page and "figures as PNG and numbers as CSV are next to it" not in page
     client = mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("scaleray").experiment_id])
     assert "report.html" in [file.path for file in client.list_artifacts(run.info.run_id)]
@@ -162,7 +162,7 @@ def test_a_report_that_fails_is_a_warning_and_not_asked_for_there_is_none(folder
         (["--workload.args.label", "3"], ["label or token", "Target 3 is out of bounds"]),
         (["--workload.args.bad-row", ".nan"], ["column x", "NaN or infinite", "inputs must be finite"]),
         (["--workload.args.colour", "red"], ["workload.args", "colour", "its signature is"]),
-        (["--tracking.uri", "http://127.0.0.1:9"], ["MLflow server", "does not answer"]),
+        (["--tracking.uri", "http://127.0.0.1:9"], ["MLflow at http://127.0.0.1:9 does not answer"]),
         (["--tracking.uri", "mlruns"], ["tracking.uri", "sqlite:///FILE"]),
         (["--scale.gpus-per-worker", "1"], ["no CUDA device"]),
         (["stray"], ["stray", "--scale.workers 2"]),
@@ -241,7 +241,7 @@ def test_a_port_in_use_is_named(folder, capsys):
         port = taken.getsockname()[1]
         code, err, _ = run(capsys, "tracking", "ui", "--port", str(port))
     assert code == 2
-    assert f"the port is {port}" in err
+    assert f"The port {port} is in use" in err
 
 
 def test_an_unknown_command_is_bad_usage(capsys):

@@ -341,10 +341,10 @@ def test_slips_have_one_clear_message(tmp_path, capsys):
     (tmp_path / "broken" / "record.json").write_text("{}")
     none = f"sqlite:///{tmp_path}/none.db"
     for words, message in (
-        ((), "Give two RUNs or more, not 0."),
-        ((run,), "Give two RUNs or more, not 1."),
+        ((), "Give at least two RUNs, not 0."),
+        ((run,), "Give at least two RUNs, not 1."),
         ((run, str(tmp_path / "study")), "run is a training"),
-        ((run, run), "it may be given once"),
+        ((run, run), "is given more than once"),
         ((run, str(tmp_path / "nothing"), "--uri", none), "no folder with a record.json"),
         ((run, str(tmp_path / "broken"), "--uri", none), "broken"),
         ((run, run, "--fail-if-slower", "-1"), "must be a percentage"),

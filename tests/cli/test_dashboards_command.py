@@ -48,7 +48,7 @@ def test_rules_with_measured_limits_take_the_place_of_the_usual_ones(tmp_path, c
     rules.write_text("limits: 3\n")
     assert write("--folder", tmp_path / "boards", "--alerts", rules) == 2
     assert write("--folder", tmp_path / "boards", "--alerts", tmp_path / "none.yaml") == 2
-    assert "Prometheus rules must be in `groups`" in capsys.readouterr().err
+    assert "has no Prometheus rules in `groups`" in capsys.readouterr().err
 
 
 def test_the_check_names_a_file_edited_by_hand_and_one_that_is_missing_and_writes_nothing(tmp_path, capsys):
@@ -80,7 +80,7 @@ def test_json_tells_what_was_written_and_what_differs(tmp_path, capsys):
 def test_a_folder_that_cannot_be_written_is_one_message(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert write("--folder", tmp_path / "file") == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert f"--folder {tmp_path / 'file'} cannot be written" in capsys.readouterr().err
 
 
 def test_install_imports_all_dashboards_into_a_folder_and_again_over_themselves(grafana, capsys):
@@ -102,7 +102,7 @@ def test_install_takes_the_token_from_the_variable_that_is_named(grafana, monkey
 
 def test_install_without_a_token_says_which_variable_it_wants(grafana, monkeypatch, capsys):
     monkeypatch.delenv("GRAFANA_TOKEN")
-    assert "the environment variable GRAFANA_TOKEN is missing" in refusal(capsys, 2, grafana.address)
+    assert "The environment variable GRAFANA_TOKEN is not set" in refusal(capsys, 2, grafana.address)
     assert grafana.asked == []
 
 
@@ -110,7 +110,7 @@ def test_install_without_a_token_says_which_variable_it_wants(grafana, monkeypat
 def test_what_can_be_no_token_is_not_sent_or_shown(grafana, monkeypatch, capsys, token):
     monkeypatch.setenv("GRAFANA_TOKEN", token)
     said = refusal(capsys, 2, grafana.address)
-    assert "the environment variable GRAFANA_TOKEN is" in said and (token not in said or token == " ")
+    assert "The environment variable GRAFANA_TOKEN is" in said and (token not in said or token == " ")
     assert grafana.asked == []
 
 
@@ -119,20 +119,24 @@ def test_a_port_that_nobody_listens_on_is_one_message(grafana, capsys):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     said = refusal(capsys, 2, f"http://127.0.0.1:{port}")
-    assert f"--grafana 'http://127.0.0.1:{port}' does not answer: [Errno 111] Connection refused." in said
+    assert f"--grafana http://127.0.0.1:{port} does not answer: [Errno 111] Connection refused." in said
 
 
 @pytest.mark.parametrize(
     ("answer", "code", "words"),
     [
-        ((401, {}, b'{"message": "Invalid API key"}'), 2, "refused (401): Grafana at"),
+        (
+            (401, {}, b'{"message": "Invalid API key"}'),
+            2,
+            "rejected the token in GRAFANA_TOKEN (401): it needs a valid token",
+        ),
         ((403, {}, b'{"message": "no access"}'), 2, "a token with the right to edit dashboards and folders"),
-        ((404, {}, b"nothing here"), 2, "/api/folders?limit=1000 does not exist"),
+        ((404, {}, b"nothing here"), 2, " has no /api/folders?limit=1000."),
         ((412, {}, b'{"message": "version-mismatch"}'), 1, "rejected the dashboard (412): version-mismatch."),
         ((500, {}, f"the token {TOKEN} broke me".encode()), 1, "failed (500): the token *** broke me."),
         ((503, {}, b""), 1, "failed (503): Service Unavailable."),
         ((302, {"Location": "https://u:p@elsewhere/login?a=b"}, b""), 2, "it points to https://elsewhere/login:"),
-        ((200, {}, b"<html>a router</html>"), 2, "is not a Grafana: its answer is not JSON"),
+        ((200, {}, b"<html>a router</html>"), 2, "is not a Grafana server: its answer at"),
     ],
 )
 def test_each_refusal_is_one_clear_message(grafana, capsys, answer, code, words):
@@ -143,19 +147,19 @@ def test_each_refusal_is_one_clear_message(grafana, capsys, answer, code, words)
 
 def test_a_server_that_goes_away_in_the_middle_is_one_message(grafana, capsys):
     grafana.answer = (200, {}, b"")
-    assert "its answer is not JSON" in refusal(capsys, 2, grafana.address)
+    assert "is not a Grafana server: its answer at" in refusal(capsys, 2, grafana.address)
 
 
 @pytest.mark.parametrize(
     ("address", "words"),
     [
-        ("127.0.0.1:3000", "it must be an http or https address"),
-        ("ftp://127.0.0.1", "it must be an http or https address"),
-        ("http://", "it must be an http or https address"),
-        ("http://admin:hunter2@127.0.0.1:3000", "an address must not contain a user, password or key"),
-        ("http://127.0.0.1:3000?api_key=hunter2", "an address must not contain a user, password or key"),
-        ("http://127.0.0.1:port", "--grafana "),
-        ("http://[::1", "is not an address"),
+        ("127.0.0.1:3000", "it must begin with http:// or https://"),
+        ("ftp://127.0.0.1", "it must begin with http:// or https://"),
+        ("http://", "it must begin with http:// or https://"),
+        ("http://admin:hunter2@127.0.0.1:3000", "it must not contain a user, password or key"),
+        ("http://127.0.0.1:3000?api_key=hunter2", "it must not contain a user, password or key"),
+        ("http://127.0.0.1:port", "--grafana http://127.0.0.1:port does not answer: nonnumeric port"),
+        ("http://[::1", "--grafana http://[::1 is not an address"),
     ],
 )
 def test_an_address_that_is_none_is_one_message_without_its_secrets(grafana, capsys, address, words):

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from scaleray.cli.main import run_command
 from scaleray.clusters.doctor import doctor as doctor_module
-from scaleray.clusters.doctor.doctor import judge
+from scaleray.clusters.doctor.doctor import evaluate
 from scaleray.clusters.doctor.printed_findings import show_preflight
 from scaleray.records.doctor_record import DoctorRecord
 
@@ -22,7 +22,7 @@ YELLOW = with_node(healthy(gpus=0), NAMES[1], port_range=1000)
 
 
 def record_of(measured):
-    return DoctorRecord(checks=judge(measured), measured=measured, address="10.0.0.1:6379", duration_s=21.0)
+    return DoctorRecord(checks=evaluate(measured), measured=measured, address="10.0.0.1:6379", duration_s=21.0)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_json_has_the_version_every_check_and_nothing_else_on_stdout(seen, capsy
     seen(RED)
     assert run_command(["doctor", "--local", "--json"]) == 1
     printed = json.loads(capsys.readouterr().out)
-    assert printed["schema_version"] == 1 and len(printed["checks"]) == len(judge(RED))
+    assert printed["schema_version"] == 1 and len(printed["checks"]) == len(evaluate(RED))
     [shm] = [check for check in printed["checks"] if check["name"] == "/dev/shm"]
     assert shm["verdict"] == "red" and "64.0 MiB" in shm["found"] and "--shm-size" in shm["remedy"]
     assert len(printed["measured"]["nodes"]) == 4
@@ -107,7 +107,7 @@ def test_mlflow_has_the_record_and_the_all_reduces_where_a_uri_is_said(seen, uri
     assert run.data.tags["scaleray.preflight"] == "yellow"
     assert {one.path for one in client.list_artifacts(run.info.run_id)} == {"doctor.json", "collectives.csv"}
     kept = DoctorRecord.read(client.download_artifacts(run.info.run_id, "doctor.json"))
-    assert kept.checks == judge(YELLOW)
+    assert kept.checks == evaluate(YELLOW)
 
 
 def test_the_table_fits_80_columns_and_has_every_remedy():
@@ -130,7 +130,7 @@ def test_the_table_fits_80_columns_and_has_every_remedy():
     [
         (["--local", "--address", "a:1"], "--address and --local cannot be combined"),
         (["--network", "fast"], "fast"),
-        (["--address", "http://10.0.0.1:8265"], "the dashboard's address"),
+        (["--address", "http://10.0.0.1:8265"], "this is the dashboard"),
         (["-c", "nowhere.yaml"], "nowhere.yaml"),
         (["--local", "--uri", "ftp://somewhere"], "tracking.uri"),
     ],

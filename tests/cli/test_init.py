@@ -86,10 +86,7 @@ def test_five_questions_are_asked_on_a_terminal(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (
-            [],
-            "--from is required: it cannot be asked for without a terminal. Give one of table, text, images, lightning, hf.",
-        ),
+        ([], "--from is required without a terminal. It must be one of table, text, images, lightning, hf."),
         (["--from", "audio"], "it must be one of table, text, images, lightning, hf"),
         (["--from", "text", "--name", "my-text"], "the name of a Python module"),
         (["--from", "text", "--name", "json"], "an installed module has this name"),

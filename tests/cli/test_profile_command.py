@@ -84,10 +84,10 @@ def test_a_folder_that_is_no_run_one_that_runs_and_a_study_are_refused(tmp_path,
 def test_words_that_make_no_sense_together_are_refused(tmp_path, capsys):
     assert "a training with -c FILE, or only a RUN" in refused(capsys)
     assert "a training with -c FILE, or only a RUN" in refused(capsys, tmp_path, "--steps", 30)
-    assert "only one run can be profiled" in refused(capsys, tmp_path, tmp_path)
+    assert "Give one RUN, not 2" in refused(capsys, tmp_path, tmp_path)
     config = tmp_path / "config.yaml"
     config.write_text("workload: {name: x.py:X}\nbatch: {global_size: 4}\nstop: {after: 1 epochs}\n")
-    assert "instead of a run" in refused(capsys, tmp_path, "-c", config)
+    assert "RUN cannot be combined with -c" in refused(capsys, tmp_path, "-c", config)
     assert "--steps is 5: it must be at least 20" in refused(capsys, "-c", config, "--local", "--steps", 5)
 
 

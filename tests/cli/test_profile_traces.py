@@ -87,7 +87,7 @@ def test_what_cannot_be_read_is_refused_with_one_message(folder, tmp_path, capsy
     assert "is cut off after event" in said_of(capsys, broken, code=2)
     assert "cannot be read as a trace" in said_of(capsys, tmp_path / "nothing.json", code=2)
     MadeTrace().kernel("gemm", 0, 5, launched=0).write(broken / "rank0.json.gz")
-    assert "a trace without step marks" in said_of(capsys, broken, code=2)
+    assert "has no step marks" in said_of(capsys, broken, code=2)
     gpu_step(0).write(broken / "rank0.json.gz")
     gpu_step(1, world_size=8).write(broken / "rank1.json.gz")
     assert "the number of ranks in" in said_of(capsys, broken, code=2)

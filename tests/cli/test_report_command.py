@@ -75,7 +75,7 @@ def test_a_point_of_a_study_in_mlflow_names_the_study_that_holds_it(uri, small, 
     point = known.curves[0].points[0].point
     for name in ("weak-w001-ddp-b128", point.run_id):
         assert run_command(["report", name, "--uri", uri]) == 2
-        assert "is a scaling-point of named, whose record holds it" in capsys.readouterr().err
+        assert "is a scaling-point of named, which holds its record" in capsys.readouterr().err
 
 
 def test_a_training_is_reported_with_its_steps(tmp_path, capsys):
@@ -89,9 +89,9 @@ def test_a_training_is_reported_with_its_steps(tmp_path, capsys):
     ("content", "says"),
     [
         (None, "there is no folder with a record.json"),
-        ("{", "is not the record of a run, study or sweep"),
-        ('{"outcomes": []}', "is not the record of a run, study or sweep"),
-        ('{"curves": [{"mode": "sideways"}]}', "is not the record of a run, study or sweep"),
+        ("{", "is not one of a run, study or sweep"),
+        ('{"outcomes": []}', "is not one of a run, study or sweep"),
+        ('{"curves": [{"mode": "sideways"}]}', "is not one of a run, study or sweep"),
     ],
 )
 def test_what_cannot_be_reported_gives_one_message_and_code_2(tmp_path, capsys, content, says):
@@ -111,7 +111,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, small, capsys):
     folder = saved(small, tmp_path / "study")
     (tmp_path / "file").write_text("")
     assert run_command(["report", str(folder), "--out", str(tmp_path / "file")]) == 2
-    assert "the report's folder" in capsys.readouterr().err
+    assert "The report cannot be written to" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_in_mlflow_has_no_record_yet(uri, capsys):

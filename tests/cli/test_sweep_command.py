@@ -20,7 +20,7 @@ DIGITS = ["sweep", "-c", str(ROOT / "jobs" / "digits.yaml")]
         ([*DIGITS, "--batch-sizes", "32..x"], "such as 32..2048, which doubles"),
         ([*DIGITS, "--rules", "linear,cubic"], "--rules is cubic"),
         ([*DIGITS, "--learning-rates", "fast"], "--learning-rates is fast"),
-        ([*DIGITS, "--vary", "optimizer.weight_decay"], "a key and its values are needed"),
+        ([*DIGITS, "--vary", "optimizer.weight_decay"], "it must be a key and its values"),
         ([*DIGITS, "--search", "grid", "--learning-rates", "1e-4..1e-2"], "has no grid"),
         ([*DIGITS, "--search", "optuna"], "--trials is required"),
         ([*DIGITS, "--trials", "0"], "--trials is 0"),
@@ -30,17 +30,14 @@ DIGITS = ["sweep", "-c", str(ROOT / "jobs" / "digits.yaml")]
         ([*DIGITS, "--guided"], "fastest way to a target"),
         ([*DIGITS, "--vary", "optimizer.wait_decay=0,1"], "optimizer.weight_decay"),
         ([*DIGITS, "--scheduler", "pbt", "--batch-sizes", "32,64"], "may differ only in learning rate"),
-        ([*DIGITS, "--continue", "somewhere"], "an interrupted sweep continues with its own options"),
+        ([*DIGITS, "--continue", "somewhere"], "--continue uses the options of the interrupted sweep"),
         (["sweep", "--continue", "/nowhere/at/all"], "/nowhere/at/all"),
         (
             ["sweep", "--continue", "nothing://bucket/sweep"],
-            "--continue 'nothing://bucket/sweep/sweep.json' cannot be read",
+            "--continue nothing://bucket/sweep/sweep.json cannot be read",
         ),
         ([*DIGITS, "--against-grid", "/nowhere"], "--against-grid is '/nowhere': only a guided sweep"),
-        (
-            [*DIGITS, "--guided", "--against-grid", "nothing://b/grid"],
-            "--against-grid 'nothing://b/grid' holds no record",
-        ),
+        ([*DIGITS, "--guided", "--against-grid", "nothing://b/grid"], "--against-grid nothing://b/grid has no record"),
     ],
 )
 def test_bad_usage_is_one_message_and_exit_code_2(words, message, capsys):

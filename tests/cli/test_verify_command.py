@@ -141,7 +141,7 @@ def test_a_workload_that_does_not_run_is_bad_usage(folder, capsys):
         (["--bound", "-1"], ["--bound"]),
         (["--precision", "fp8"], ["fp8"]),
         (["--scale.gpus-per-worker", "1"], ["scale.gpus_per_worker", "gloo processes"]),
-        (["--tracking.uri", "http://127.0.0.1:9"], ["MLflow server", "does not answer"]),
+        (["--tracking.uri", "http://127.0.0.1:9"], ["MLflow at http://127.0.0.1:9 does not answer"]),
         (["--stpes", "5"], ["stpes", "unknown key"]),
     ],
 )

@@ -133,7 +133,7 @@ def test_classes_of_a_dataset_have_its_names_and_order(texts):
     assert [row[row >= 0].tolist() for row in tagger.datasets()["train"].arrays["labels"]] == [[1, 0], [0]]
     kinds = datasets.Features({**kinds, "label": datasets.ClassLabel(names=["z", "a", "unused"])})
     unlabelled = {"train": datasets.Dataset.from_dict({"text": ["b c"], "label": [-1]}, kinds)}
-    with pytest.raises(DataError, match="column label of record 0 of the train data"):
+    with pytest.raises(DataError, match="column label is missing or null in record 0 of the train data"):
         SequenceClassification(BERT, tokenizer="bytes", data=unlabelled, sequence_length=8).datasets()
 
 

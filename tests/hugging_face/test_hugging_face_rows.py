@@ -54,7 +54,7 @@ def test_padding_and_concatenation_say_what_is_real():
     rows = concatenated(found, 8, what="train").arrays
     assert rows["input_ids"].shape == (4, 8)
     np.testing.assert_array_equal(rows["input_ids"].reshape(-1), np.concatenate([d.ids for d in found])[:32])
-    with pytest.raises(DataError, match="a row has 64"):
+    with pytest.raises(DataError, match="too few for a row of 64"):
         concatenated(found, 64, what="train")
 
 
@@ -82,13 +82,13 @@ def test_what_is_no_chat_is_refused(texts):
     tokenizer = byte_tokenizer()
     with pytest.raises(DataError, match="conversation 1 of the train data"):
         conversations([CHAT, [{"role": "user"}]], tokenizer, length=200, what="train")
-    with pytest.raises(DataError, match="has no words of the assistant"), pytest.warns(UserWarning, match="1 of 1"):
+    with pytest.raises(DataError, match="has no text of the assistant"), pytest.warns(UserWarning, match="1 of 1"):
         conversations([CHAT], tokenizer, length=4, what="train")
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(WorkloadError, match="rewrites earlier turns"):
+    with pytest.raises(WorkloadError, match="rewrites earlier messages"):
         conversations([CHAT], tokenizer, length=200, what="train")
     tokenizer.chat_template = None
-    with pytest.raises(WorkloadError, match="lacks a chat template"):
+    with pytest.raises(WorkloadError, match="has no chat template"):
         conversations([CHAT], tokenizer, length=200, what="train")
 
 
@@ -159,14 +159,14 @@ def bad_arguments(folder):
         ({"model": {"model_type": "no_such_model"}}, "transformers .* has no such model"),
         ({"tokenizer": None}, "workload.args.tokenizer is required: the model's folder has no tokenizer"),
         ({"tokenizer": str(folder / "nowhere")}, "no such folder or file exists here"),
-        ({"tokenizer": str(folder / "empty")}, "contains none of tokenizer.json"),
-        ({"tokenizer": str(folder / "list.json")}, "cannot be read"),
-        ({"model": {**LLAMA, "vocab_size": 100}}, "one of 261 tokens: the model has 100"),
+        ({"tokenizer": str(folder / "empty")}, "has none of tokenizer.json"),
+        ({"tokenizer": str(folder / "list.json")}, "list.json cannot be read"),
+        ({"model": {**LLAMA, "vocab_size": 100}}, "has 261 tokens, but the model has 100"),
         ({"model": {**LLAMA, "max_position_embeddings": 8}}, "the model has 8 positions"),
         ({"packing": "tight"}, "concatenate, separate, pad"),
         ({"data": {"val": "x"}}, "including train"),
         ({"data": {"train": str(folder / "nowhere.jsonl")}}, "no file matches it"),
-        ({"text": "body"}, "column body of record 0 of the train data"),
+        ({"text": "body"}, "column body is missing or null in record 0 of the train data"),
         ({"data": {"train": str(folder / "list.json")}}, "must be a mapping"),
     ]
 
@@ -228,13 +228,13 @@ QUOTED = 'text,label\n"good, so",pos\n"bad",neg\n'
 @pytest.mark.parametrize(
     ("ending", "content", "words"),
     [
-        ("csv", QUOTED + "slow, but good,pos\n", r"train\.csv, line 4 is a row of 3 fields: the header has 2"),
-        ("csv", 'text,label\n"two\nlines",pos\nfew\n', r"train\.csv, line 4 is a row of 1 fields"),
+        ("csv", QUOTED + "slow, but good,pos\n", r"train\.csv, line 4 has 3 fields, but the header has 2"),
+        ("csv", 'text,label\n"two\nlines",pos\nfew\n', r"train\.csv, line 4 has 1 field, but the header"),
         ("csv", QUOTED + '"not closed,pos\n"a",neg\n', r"train\.csv, line 4 is not CSV"),
         ("csv", QUOTED + '"not closed,pos\n', r"train\.csv, line 4 is not CSV"),
-        ("csv", QUOTED + "a\0b,neg\n", r"train\.csv, line 4 is a row with a NUL byte"),
-        ("csv", "text,text\na,b\n", r"train\.csv, line 1 is a header with a column twice"),
-        ("tsv", "text\tlabel\na\tb\tc\n", r"train\.tsv, line 2 is a row of 3 fields"),
+        ("csv", QUOTED + "a\0b,neg\n", r"train\.csv, line 4 has a NUL byte"),
+        ("csv", "text,text\na,b\n", r"train\.csv, line 1 has a column twice"),
+        ("tsv", "text\tlabel\na\tb\tc\n", r"train\.tsv, line 2 has 3 fields"),
         ("jsonl", '{"text": "a"}\n{"text": \n', r"train\.jsonl, line 2 is not JSON"),
         ("csv", QUOTED.encode("utf-16"), "is not UTF-8"),
     ],

@@ -161,11 +161,11 @@ def test_f1_by_tag_is_that_of_scikit_learn():
 @pytest.mark.parametrize(
     ("record", "args", "words"),
     [
-        ({"words": ["a", "b"], "tags": ["O"]}, {}, "1 tags: the record has 2 words"),
+        ({"words": ["a", "b"], "tags": ["O"]}, {}, "has 1 tags for 2 words"),
         ({"words": "a b", "tags": ["O"]}, {}, "must be a list with one element per word"),
         ({"words": ["a", 2], "tags": ["O", "O"]}, {}, "words must be text"),
         ({"words": ["a"], "tags": ["B-X"]}, {"labels": ["O"]}, "the tags are O"),
-        ({"words": ["a"]}, {}, "column tags of record 0"),
+        ({"words": ["a"]}, {}, "column tags is missing or null in record 0"),
     ],
 )
 def test_what_are_no_tags_is_refused(tmp_path, record, args, words):
@@ -230,7 +230,7 @@ def test_rouge_is_that_of_the_rows_one_by_one(texts):
         ({"model": BERT}, "(?s)a bert.*no encoder and decoder"),
         ({"target_length": 1}, "target_length"),
         ({"generated_rows": -1}, "generated_rows"),
-        ({"target": "nowhere"}, "column nowhere of record 0"),
+        ({"target": "nowhere"}, "column nowhere is missing or null in record 0"),
     ],
 )
 def test_what_cannot_answer_is_refused(texts, args, words):

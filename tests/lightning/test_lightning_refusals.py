@@ -91,7 +91,7 @@ ROWS = TensorDataset(*tensors(8, seed=0))
         ),
         ([DataLoader(ROWS, 2), DataLoader(ROWS, 4)], "batches of 2, 4 rows"),
         (iter([]), "must be a torch DataLoader"),
-        ({}, "training needs rows"),
+        ({}, "it must return a DataLoader"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -113,7 +113,7 @@ class OverTokens(Plain):
 
 def test_a_loss_that_is_no_mean_over_rows_is_found_at_the_first_batch_and_a_count_makes_it_exact():
     message = refused(lambda: with_scaleray(as_workload(OverTokens, Data)()))
-    assert "with a loss that is not a mean over rows" in message and "count=lambda batch" in message
+    assert "returns a loss that is not a mean over rows" in message and "count=lambda batch" in message
     assert f"OverTokens in {__file__}:" in message
     counted = as_workload(OverTokens, Data, count=lambda batch: (batch[0][:, 0] > 0).sum())
     assert len(with_scaleray(counted()).steps) == 20
@@ -127,7 +127,7 @@ def test_a_step_without_a_loss_is_refused():
         def training_step(self, batch, batch_idx):
             return None
 
-    assert "what training_step returns is 'NoneType'" in refused(lambda: with_scaleray(as_workload(Skips, Data)()))
+    assert "the result of training_step is 'NoneType'" in refused(lambda: with_scaleray(as_workload(Skips, Data)()))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_step_without_a_loss_is_refused():
             "monitor",
         ),
         (lambda self, adam: {"optimizer": adam, "lr_scheduler": {"scheduler": 3}}, "is int"),
-        (lambda self, adam: {"lr_scheduler": 3}, "needs the key 'optimizer'"),
+        (lambda self, adam: {"lr_scheduler": 3}, "it needs 'optimizer'"),
         (lambda self, adam: "adam", "it must return an optimizer, [optimizer]"),
         (
             lambda self, adam: [[adam], [{"scheduler": torch.optim.lr_scheduler.StepLR(adam, 1), "interval": "batch"}]],

@@ -201,7 +201,7 @@ def test_two_workers_with_micro_batches_train_what_one_does(gloo, strategy, modu
 
 
 def test_several_optimizers_over_split_parameters_are_refused(gloo):
-    with pytest.raises(ScaleRayError, match="manual optimisation with several optimizers needs whole parameters"):
+    with pytest.raises(ScaleRayError, match="manual optimisation with several optimizers needs whole ones"):
         gloo.run(2, trained, Without, {"strategy.name": "fsdp"})
 
 

@@ -140,12 +140,12 @@ def test_a_question_that_cannot_be_answered_is_one_error(stored, asked, message)
 
 
 def test_an_empty_store_and_one_that_is_away_are_said_and_no_database_is_made(uri, tmp_path):
-    with pytest.raises(TrackingError, match="it has no run of scaleray"):
+    with pytest.raises(TrackingError, match="has no runs of scaleray"):
         read_experiments(uri)
-    with pytest.raises(TrackingError, match="it has no run of scaleray"):
+    with pytest.raises(TrackingError, match="has no runs of scaleray"):
         read_experiments(uri, since="1d")
     none = tmp_path / "none.db"
-    with pytest.raises(TrackingError, match="for another database use --uri"):
+    with pytest.raises(TrackingError, match="choose another database with --uri"):
         read_experiments(f"sqlite:///{none}")
     assert not none.exists()
     with pytest.raises(TrackingError, match="does not answer"):

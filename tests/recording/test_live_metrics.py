@@ -134,7 +134,7 @@ def test_the_end_of_a_run_that_is_looked_at_waits_for_a_last_look(serving, monke
     url, recorder = serving(step(1))
     scraped(url)
     recorder.finish("FINISHED", metrics={}, tags={}, files={})
-    monkeypatch.setattr(publisher, "LAST_LOOK_S", 600)
+    monkeypatch.setattr(publisher, "LAST_READ_S", 600)
     closing = threading.Thread(target=recorder.close)
     closing.start()
     assert [value for name, _, value, *_ in samples_of(scraped(url)) if name == prometheus_name(live.RUN_FINISHED)] == [

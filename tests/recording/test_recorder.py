@@ -26,6 +26,7 @@ from scaleray.recording import store
 from scaleray.recording.recorder import Recorder
 from scaleray.recording.replay import replay
 from scaleray.recording.spool import Spool
+from scaleray.records.control_request import ControlRequest
 from scaleray.records.mlflow_operations import SetTags
 from scaleray.records.published import LinksMeasured, RankSample
 from scaleray.records.run_description import RunDescription
@@ -37,7 +38,6 @@ from scaleray.records.run_record import (
     StepRecord,
     SystemRecord,
 )
-from scaleray.records.wishes import Wish
 
 
 def describe(uri, tmp_path, **more):
@@ -303,9 +303,9 @@ def test_a_file_sends_nothing_to_a_server_that_it_names_itself_and_no_file_from_
     ]
     lines = [head, *({"op": "artifact", "path": path} for path in paths)]
     (folder / "unsent.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    with pytest.raises(TrackingError, match="to which nothing is sent unless you name it"):
+    with pytest.raises(TrackingError, match="so nothing is sent to it unless you name it"):
         replay(folder / "unsent.jsonl")
-    with pytest.raises(TrackingError, match=r"refused 3 of its values .*secret\.txt: it is not in"):
+    with pytest.raises(TrackingError, match=r"rejected 3 values .*secret\.txt: it is not in"):
         replay(folder / "unsent.jsonl", uri=uri)
     from mlflow import MlflowClient
 
@@ -546,7 +546,7 @@ def test_what_alerts_ask_of_links_reaches_the_first_worker_and_what_it_measures_
     recorder = Recorder(describe(uri, tmp_path))
     recorder.alerts.measure_links()
     wishes = [recorder.beat(Heartbeat(rank, "node", 1, 1, "forward", 0.1, world_size=2)) for rank in (1, 0)]
-    assert wishes == [Wish.NOTHING, Wish.LINKS]
+    assert wishes == [ControlRequest.NOTHING, ControlRequest.LINKS]
     recorder.start()
     recorder.log([LinksMeasured(2, "1", "0", 4e6, 8e7)])
     recorder.durable()

@@ -347,7 +347,7 @@ def test_a_damaged_unsent_file_is_sent_as_far_as_it_can_be_read_and_says_what_is
     path.write_text(
         head + '\n{"op": "metrics", "points": [["val/loss", 0.5, 5, 8]]}\n{"op": "metrics", "points": [[1]]}\n{"op"'
     )
-    with pytest.raises(TrackingError, match="2 of its lines cannot be read; the other 1 were sent"):
+    with pytest.raises(TrackingError, match="has unreadable lines: 2; operations sent: 1"):
         replay(path, uri=f"sqlite:///{tmp_path}/none.db")
     assert world.mlflow.points("val/loss", run) == [(8, 0.5)]
     assert not path.exists() and (tmp_path / "copy.jsonl.damaged").exists()

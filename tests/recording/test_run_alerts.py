@@ -21,10 +21,10 @@ from scaleray.live.rules.series_history import SeriesHistory
 from scaleray.live.run_alerts import RunAlerts
 from scaleray.live.signs_of_life import SignsOfLife
 from scaleray.records.alert_record import parse_alerts
+from scaleray.records.control_request import ControlRequest
 from scaleray.records.mlflow_operations import LogArtifact, SetTags
 from scaleray.records.run_description import RunDescription
 from scaleray.records.run_record import EventRecord, Heartbeat, StepRecord, SystemRecord
-from scaleray.records.wishes import Wish
 
 LABELS = {"ray_train_run_name": "digits", "run_id": "d1"}
 
@@ -67,7 +67,7 @@ class Run:
     def looks(self, times=1, every_s=5.0):
         for _ in range(times):
             self.now += every_s
-            self.alerts.look(self.now)
+            self.alerts.check(self.now)
 
     @property
     def written(self):
@@ -122,7 +122,7 @@ HEALTHY = {
 
 
 def test_nothing_is_told_of_a_healthy_run(tmp_path, monkeypatch):
-    assert {prometheus_name(metric) for metric in HEALTHY} == set(run_alerts.LOOKED_AT.values())
+    assert {prometheus_name(metric) for metric in HEALTHY} == set(run_alerts.USED_METRICS.values())
     counted = {names.NONFINITE_STEPS: 3.0, live.RESTARTS: 1.0}
     figures = {(metric, None): ({}, value) for metric, value in counted.items()}
     run = Run(tmp_path, monkeypatch, figures=figures)
@@ -197,7 +197,11 @@ def test_links_are_measured_while_they_are_slow_and_the_pair_is_named_by_an_aler
     run.looks()
     assert len(asked) == before + measures, "as long as they are slow"
     given = [life.beat(Heartbeat(rank, "a", 1, 5, "forward", 0.1)) for rank in (1, 0, 0)]
-    assert given == [Wish.NOTHING, Wish.LINKS if measures else Wish.NOTHING, Wish.NOTHING], "once in ten minutes"
+    assert given == [
+        ControlRequest.NOTHING,
+        ControlRequest.LINKS if measures else ControlRequest.NOTHING,
+        ControlRequest.NOTHING,
+    ], "once in ten minutes"
     run.figures[live.SLOWEST_LINK, None] = {"source": "1", "to": "2"}, 0.1
     run.looks()
     assert run.written[-1].summary == "the link from rank 1 to rank 2 carries 10 % of the rate of the others"
@@ -272,7 +276,7 @@ def test_a_slip_in_one_rule_is_said_once_and_the_others_are_judged(tmp_path, mon
     run = Run(tmp_path, monkeypatch)
     run.has(live.CHECKPOINT_AGE_S, 5.0)
     run.has(live.CHECKPOINT_INTERVAL_S, 5.0)
-    run.alerts._judge.limits = run.alerts._judge.limits.model_copy(update={"checkpoint_intervals": None})
+    run.alerts._evaluator.limits = run.alerts._evaluator.limits.model_copy(update={"checkpoint_intervals": None})
     run.has(live.DISK_FREE, 0.01)
     run.looks(3)
     assert [text.split(":")[0] for text in run.texts] == [
@@ -324,4 +328,4 @@ def test_whatever_the_rules_look_at_is_taken_from_the_series(tmp_path, monkeypat
             rule.predicate(Asked(now=1e4), AlertSettings())
     assert len(asked) > 10
     heard = {prometheus_name(names.LOSS), prometheus_name(names.GRAD_NORM), ACTIVE}
-    assert asked <= {*run_alerts.LOOKED_AT.values(), *heard}
+    assert asked <= {*run_alerts.USED_METRICS.values(), *heard}

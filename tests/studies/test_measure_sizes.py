@@ -12,7 +12,7 @@ from scaleray.emulation import EmulatedLayer, Timing
 from scaleray.errors import PeerLostError
 from scaleray.records.published import RankSample
 from scaleray.records.study_record import NoiseCourse, ToTarget, Turn
-from scaleray.studies.measure_sizes import Rung, measure_sizes, order_of_turns
+from scaleray.studies.measure_sizes import StudySize, measure_sizes, order_of_turns
 from scaleray.studies.subgroups import SubGroups
 from scaleray.studies.turn import AT_USUAL_SPEED, alone
 from scaleray.training.setup.rank_context import RankContext
@@ -20,27 +20,27 @@ from scaleray.training.setup.rank_context import RankContext
 SHORT = {"steps": 4, "seconds": 0.0}
 
 
-def rung(workers, workload=None, *, turns=1, name=None, flags=None, **more):
+def study_size(workers, workload=None, *, turns=1, name=None, flags=None, **more):
     job, _ = make_job(
         workload or Classify(num_rows=48), {"tracking.every_steps": 10, **(flags or {})}, world_size=workers
     )
-    return Rung(name=name or f"w{workers}", workers=workers, job=job, num_turns=turns, **{**SHORT, **more})
+    return StudySize(name=name or f"w{workers}", workers=workers, job=job, num_turns=turns, **{**SHORT, **more})
 
 
 # the order of turns
 
 
 def test_every_round_has_every_rung_once_and_rounds_differ_in_their_order():
-    rungs = [rung(n, turns=6, name=str(n)) for n in (1, 2, 4)]
-    order = order_of_turns(rungs, seed=0)
+    study_sizes = [study_size(n, turns=6, name=str(n)) for n in (1, 2, 4)]
+    order = order_of_turns(study_sizes, seed=0)
     rounds = [[r.name for number, r in order if number == wanted] for wanted in range(6)]
     assert all(sorted(found) == ["1", "2", "4"] for found in rounds)
     assert len(set(map(tuple, rounds))) > 1
-    assert order == order_of_turns(rungs, seed=0) and order != order_of_turns(rungs, seed=1)
+    assert order == order_of_turns(study_sizes, seed=0) and order != order_of_turns(study_sizes, seed=1)
 
 
 def test_a_rung_that_was_measured_before_takes_only_what_is_missing():
-    order = order_of_turns([rung(1, turns=3, name="new"), rung(2, turns=1, name="nearly done")], seed=0)
+    order = order_of_turns([study_size(1, turns=3, name="new"), study_size(2, turns=1, name="nearly done")], seed=0)
     assert sorted(r.name for _, r in order) == ["nearly done", "new", "new", "new"]
 
 
@@ -48,7 +48,7 @@ def test_a_rung_that_was_measured_before_takes_only_what_is_missing():
     ("step_time_s", "period", "steps"), [(0.1, 1, 40), (0.01, 1, 300), (1e-5, 1, 2000), (0.1, 16, 48), (0.0, 1, 2000)]
 )
 def test_a_turn_lasts_its_steps_and_its_seconds_in_whole_periods_up_to_a_bound(step_time_s, period, steps):
-    assert rung(1, steps=40, seconds=3.0, period=period).steps_of_a_turn(step_time_s) == steps
+    assert study_size(1, steps=40, seconds=3.0, period=period).steps_of_a_turn(step_time_s) == steps
 
 
 # groups within groups
@@ -116,12 +116,12 @@ def test_workers_outside_hear_of_a_failure_instead_of_waiting(gloo):
 # what is measured
 
 
-def measure(place, rungs, workload):
+def measure(place, study_sizes, workload):
     from scaleray.data import as_source
 
     sources = {name: as_source(value, split=name) for name, value in workload.datasets().items()}
     told = []
-    measure_sizes(place, rungs, 0, told.append, sources)
+    measure_sizes(place, study_sizes, 0, told.append, sources)
     return [(name, result) for name, result in told if not isinstance(result, RankSample)]
 
 
@@ -132,12 +132,12 @@ def kind_of(told, kind):
 @pytest.mark.combination
 def test_a_ladder_measures_every_turn_of_every_rung(gloo):
     workload = Classify(num_rows=48)
-    rungs = (
-        rung(1, workload, turns=2),
-        rung(2, workload, turns=2),
-        rung(2, workload, name="fsdp", flags={"strategy.name": "fsdp"}),
+    study_sizes = (
+        study_size(1, workload, turns=2),
+        study_size(2, workload, turns=2),
+        study_size(2, workload, name="fsdp", flags={"strategy.name": "fsdp"}),
     )
-    told, outside = gloo.run(2, in_pool, measure, rungs, workload)
+    told, outside = gloo.run(2, in_pool, measure, study_sizes, workload)
     assert outside == []  # the first worker tells
     turns = {name: kind_of([m for m in told if m[0] == name], Turn) for name in ("w1", "w2", "fsdp")}
     assert {name: len(found) for name, found in turns.items()} == {"w1": 2, "w2": 2, "fsdp": 1}
@@ -161,11 +161,11 @@ class Sleeping(Classify):
 @pytest.mark.combination
 def test_emulated_models_and_parts_of_a_step_that_cannot_be_taken_alone_are_told(gloo):
     workload = Sleeping(num_rows=48)
-    (told,) = gloo.run(1, measure, (rung(1, workload),), workload)
+    (told,) = gloo.run(1, measure, (study_size(1, workload),), workload)
     assert [turn.is_emulated for _, turn in told] == [True]
     workload = Classify(num_rows=48)
     flags = {"strategy.name": "tensor", "parallel.tensor": 2}
-    told, _ = gloo.run(2, in_pool, measure, (rung(2, workload, flags=flags),), workload)
+    told, _ = gloo.run(2, in_pool, measure, (study_size(2, workload, flags=flags),), workload)
     assert [turn.alone_s for turn in kind_of(told, Turn)] == [None]
 
 
@@ -177,8 +177,8 @@ def test_a_training_to_the_target_is_told_with_its_evaluations(gloo):
         "stop.after": "30 epochs",
         "optimizer.learning_rate": 0.5,
     }
-    rungs = (rung(1, workload, turns=0, flags=flags, trains_to_target=True),)
-    (told,) = gloo.run(1, measure, rungs, workload)
+    study_sizes = (study_size(1, workload, turns=0, flags=flags, trains_to_target=True),)
+    (told,) = gloo.run(1, measure, study_sizes, workload)
     ((_, result),) = told
     assert result.is_reached and result.value >= 0.5 and result.metric == "val/accuracy"
     assert result.samples == result.curve[-1][0] == 8 * result.steps
@@ -194,8 +194,8 @@ def test_a_training_to_the_target_is_told_with_its_evaluations(gloo):
 def test_noise_is_measured_apart_from_the_turns(gloo, workers, flags, way):
     workload = Classify(num_rows=48)
     flags = {"noise_scale.measure": True, **flags}
-    rungs = (rung(workers, workload, turns=1, flags=flags, measures_noise=True, steps=6),)
-    run = [measure, rungs, workload]
+    study_sizes = (study_size(workers, workload, turns=1, flags=flags, measures_noise=True, steps=6),)
+    run = [measure, study_sizes, workload]
     told = gloo.run(workers, in_pool, *run)[0] if workers > 1 else gloo.run(1, *run)[0]
     assert [type(result) for _, result in told if not isinstance(result, str)] == [Turn, NoiseCourse]
     _, noise = told[-1]
@@ -216,7 +216,7 @@ def test_the_noise_of_a_training_to_the_target_is_that_of_its_whole_course(gloo)
         "noise_scale.measure": True,
         "noise_scale.every_steps": 3,
     }
-    one = rung(2, workload, turns=0, flags=flags, trains_to_target=True, measures_noise=True)
+    one = study_size(2, workload, turns=0, flags=flags, trains_to_target=True, measures_noise=True)
     told, _ = gloo.run(2, in_pool, measure, (one,), workload)
     (target,), (noise,) = kind_of(told, ToTarget), kind_of(told, NoiseCourse)
     assert len(told) == 2 and target.steps == 30
@@ -225,11 +225,11 @@ def test_the_noise_of_a_training_to_the_target_is_that_of_its_whole_course(gloo)
 
 
 def test_alone_is_this_workers_share_as_a_training_of_one():
-    job = rung(2, flags={"batch.micro_size": 2}).job
+    job = study_size(2, flags={"batch.micro_size": 2}).job
     own = alone(job.changed(AT_USUAL_SPEED, first_steps=40), rank=1)
-    assert rung(2, flags={"noise_scale.measure": True}).job.config.noise_scale.measure is True
+    assert study_size(2, flags={"noise_scale.measure": True}).job.config.noise_scale.measure is True
     assert (
-        rung(2, flags={"noise_scale.measure": True})
+        study_size(2, flags={"noise_scale.measure": True})
         .job.changed(AT_USUAL_SPEED, first_steps=4)
         .config.noise_scale.measure
         is False

@@ -46,30 +46,37 @@ class Workers:
 
     def __init__(self, *, fails_after=None, error=KeyboardInterrupt, hardware=lambda workers: CPU):
         self.fails_after, self.error, self.hardware = fails_after, error, hardware
-        self.groups = []  # (workers, missing turns, whether noise is to be measured) of each rung of a group
+        self.groups = []  # (workers, missing turns, whether noise is to be measured) of each study_size of a group
         self.told = 0
 
-    def __call__(self, code, path, rungs, seed, tell, config, sources):
-        rungs = copy.deepcopy(rungs)  # as other processes have them: what is told changes the driver's
-        self.groups.append([(rung.workers, rung.num_missing, rung.needs_noise) for rung in rungs])
-        for number, rung in order_of_turns(rungs, seed):
+    def __call__(self, code, path, study_sizes, seed, tell, config, sources):
+        study_sizes = copy.deepcopy(study_sizes)  # as other processes have them: what is told changes the driver's
+        self.groups.append(
+            [(study_size.workers, study_size.num_missing, study_size.needs_noise) for study_size in study_sizes]
+        )
+        for number, study_size in order_of_turns(study_sizes, seed):
             if self.told == self.fails_after:
                 raise self.error()
             self.told += 1
-            tell((rung.name, dataclasses.replace(self.turn(rung), round=number, placement={"local": rung.workers})))
-        for rung in rungs:
-            if rung.needs_target:
-                tell((rung.name, self.target(rung)))
-            if rung.needs_noise:
-                tell((rung.name, self.noise(rung)))
+            tell(
+                (
+                    study_size.name,
+                    dataclasses.replace(self.turn(study_size), round=number, placement={"local": study_size.workers}),
+                )
+            )
+        for study_size in study_sizes:
+            if study_size.needs_target:
+                tell((study_size.name, self.target(study_size)))
+            if study_size.needs_noise:
+                tell((study_size.name, self.noise(study_size)))
 
-    def target(self, rung):
+    def target(self, study_size):
         return ToTarget(
             is_reached=True, steps=3, samples=48, time_s=1.5, metric="val/loss", value=0.4, curve=[(48, 1.5, 0.4)]
         )
 
-    def noise(self, rung):
-        count = 10 * rung.workers
+    def noise(self, study_size):
+        count = 10 * study_size.workers
         return NoiseCourse(
             scale=40.0,
             interval=(30.0, None),
@@ -79,9 +86,9 @@ class Workers:
             curve=[(16, None), (32, 50.0), (16 * count, 40.0)],
         )
 
-    def turn(self, rung):
-        n = rung.workers
-        step = 1e-3 * rung.job.recipe.per_worker_batch_size + 5e-4 * (n > 1)
+    def turn(self, study_size):
+        n = study_size.workers
+        step = 1e-3 * study_size.job.recipe.per_worker_batch_size + 5e-4 * (n > 1)
         times = [step * (1 + 0.01 * ((7 * self.told + k) % 5)) for k in range(40)]
         return Turn(
             step_times_s=times,
@@ -146,9 +153,9 @@ def test_a_study_ends_in_a_record_with_its_curves_verdict_and_place_in_mlflow(st
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_study_says_how_many_turns_it_has_taken_and_how_long_the_others_will(study, monkeypatch, is_terminal):
     class Seen(Workers):
-        def turn(self, rung):
-            seen.look()
-            return super().turn(rung)
+        def turn(self, study_size):
+            seen.report_if_quiet()
+            return super().turn(study_size)
 
     with shown(monkeypatch, is_terminal=is_terminal) as seen:
         study(workers=Seen())
@@ -389,7 +396,7 @@ def test_one_size_makes_no_curve_and_says_so(study):
 
 
 def test_what_a_worker_raised_itself_is_read_before_what_the_others_heard_of_it():
-    failures = {0: (PeerLostError("another worker failed in this turn"), ""), 1: (RunFailedError("mine"), "")}
+    failures = {0: (PeerLostError("another worker failed in this measurement"), ""), 1: (RunFailedError("mine"), "")}
     assert str(gloo._first_cause(failures)) == "mine"
 
 

@@ -72,13 +72,13 @@ def test_a_batch_that_cannot_be_divided_further_leaves_the_law_at_the_last_size(
     [
         ({"marks": ["oversubscribed"]}, {}, "separate cores"),
         ({"marks": ["emulated"]}, {}, "steps sleep"),
-        ({"strategy": "gossip"}, {}, "the strategy is gossip"),
+        ({"strategy": "gossip"}, {}, "strategy is gossip: the planner supports only"),
         ({}, {"compression.name": "topk"}, r"compression\.name is topk"),
-        ({}, {"fine_tuning.lora_rank": 4}, "frozen parameters"),
+        ({}, {"fine_tuning.lora_rank": 4}, "freezes parameters"),
         ({}, {"profile": "the loss failed"}, "the loss failed"),
         ({}, {"hardware": [{"accelerators": {"names": ["Mystery 9000"]}}], "scale.gpus_per_worker": 1}, "Mystery 9000"),
         ({}, {"precision.dtype": "fp64"}, "fp64"),
-        ({}, {"per_node": 2}, "number of nodes is 2: the network between nodes is unknown"),
+        ({}, {"per_node": 2}, "network between nodes is unknown, and 4 workers need 2 nodes"),
     ],
 )
 def test_what_the_planner_does_not_know_is_the_reason(points, more, reason):

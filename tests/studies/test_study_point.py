@@ -14,7 +14,7 @@ from scaleray.config import load_config
 from scaleray.errors import RunFailedError
 from scaleray.records.study_record import Turn
 from scaleray.records.workload_profile import WorkloadProfile
-from scaleray.studies.measure_sizes import Rung
+from scaleray.studies.measure_sizes import StudySize
 from scaleray.studies.point import NOT_STEADY, cost_per_million_samples, periods, point_of, split
 
 RECIPE = SimpleNamespace(strategy="ddp", global_batch_size=64, micro_batch_size=32, accumulation_steps=1)
@@ -27,9 +27,9 @@ PROFILE = WorkloadProfile(
 
 def as_point(mode, workers, turns, *, tokens=None, flags=None, profile=UNKNOWN, **more):
     job = SimpleNamespace(recipe=RECIPE, splits={"train": SimpleNamespace(tokens_per_row=tokens)})
-    rung = Rung(name="one", workers=workers, job=job, num_turns=len(turns), turns=turns, **more)
+    study_size = StudySize(name="one", workers=workers, job=job, num_turns=len(turns), turns=turns, **more)
     config = load_config(flags={**DEFAULTS, **(flags or {})}, environ={})
-    return point_of(mode, rung, config, profile=profile, study="mine")
+    return point_of(mode, study_size, config, profile=profile, study="mine")
 
 
 def turn(times, **more):

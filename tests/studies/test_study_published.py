@@ -26,10 +26,15 @@ class Watched(Workers):
         super().__init__()
         self.said, self.page = said, {}
 
-    def __call__(self, code, path, rungs, seed, tell, config, sources):
-        super().__call__(code, path, rungs, seed, tell, config, sources)
+    def __call__(self, code, path, study_sizes, seed, tell, config, sources):
+        super().__call__(code, path, study_sizes, seed, tell, config, sources)
         for rank in (0, 1):
-            tell((rungs[0].name, RankSample(rank, "here", 2, 9, 1.0, 0.1, memory={"used": 98}, memory_limit_bytes=100)))
+            tell(
+                (
+                    study_sizes[0].name,
+                    RankSample(rank, "here", 2, 9, 1.0, 0.1, memory={"used": 98}, memory_limit_bytes=100),
+                )
+            )
         (url,) = [line.split()[-1] for line in self.said if "metrics for Prometheus" in line]
         with urllib.request.urlopen(url, timeout=30) as answer:
             for family in text_string_to_metric_families(answer.read().decode()):
@@ -55,9 +60,9 @@ def test_prometheus_finds_the_points_of_a_study_that_goes_on_and_how_its_workers
 class Early(Watched):
     """Stand-ins at whose page somebody looks after the first turns of both sizes, of which more are to come."""
 
-    def __call__(self, code, path, rungs, seed, tell, config, sources):
+    def __call__(self, code, path, study_sizes, seed, tell, config, sources):
         told = []
-        Workers.__call__(self, code, path, rungs, seed, told.append, config, sources)
+        Workers.__call__(self, code, path, study_sizes, seed, told.append, config, sources)
         (url,) = [line.split()[-1] for line in self.said if "metrics for Prometheus" in line]
         for number, result in enumerate(told):
             tell(result)

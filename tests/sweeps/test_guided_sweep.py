@@ -205,7 +205,7 @@ def test_a_choice_is_judged_by_the_grids_own_figures():
 def test_a_folder_without_a_record_is_no_grid(tmp_path):
     from scaleray.sweeps.sweep_folder import grid_record
 
-    with pytest.raises(ConfigError, match="holds no record of a sweep"):
+    with pytest.raises(ConfigError, match="has no record of a sweep"):
         grid_record(str(tmp_path))
 
 

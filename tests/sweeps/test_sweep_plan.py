@@ -81,14 +81,14 @@ class TrainOnly(Line):
 @pytest.mark.parametrize(
     ("flags", "options", "message"),
     [
-        ({}, {"metric": "loss min"}, "a metric and its direction are needed"),
-        ({}, {"metric": "val/loss"}, "a metric and its direction are needed"),
-        ({}, {"metric": "test/loss min"}, "no evaluation measures this"),
-        ({"evaluation.test": "at_end"}, {"metric": "test/loss min"}, "no evaluation measures this"),
+        ({}, {"metric": "loss min"}, "it must be a metric and min or max"),
+        ({}, {"metric": "val/loss"}, "it must be a metric and min or max"),
+        ({}, {"metric": "test/loss min"}, "no evaluation measures it"),
+        ({"evaluation.test": "at_end"}, {"metric": "test/loss min"}, "no evaluation measures it"),
         ({}, {"batch_sizes": "16,24,33", "workers_per_trial": 2}, "2 workers per trial need a multiple of 2"),
         ({}, {"batch_sizes": "16..64", "workers_per_trial": 3}, "3 workers per trial need a multiple of 3"),
-        ({}, {"batch_sizes": "128..512"}, "none can run: the training data is 64 samples"),
-        ({"evaluation.every": None}, {"scheduler": "asha"}, "evaluation.every is not set"),
+        ({}, {"batch_sizes": "128..512"}, "none of which can run: the training data is 64 samples"),
+        ({"evaluation.every": None}, {"scheduler": "asha"}, "which requires evaluation.every"),
         ({}, {"scheduler": "pbt", "batch_sizes": "8,16", "learning_rates": "0.1,0.2"}, "may differ only in learning rate"),
         ({}, {"scheduler": "pbt"}, "pbt needs at least two trials"),
         ({}, {"scheduler": "pbt", "search": "optuna", "trials": 4}, "does not take suggestions"),
@@ -101,7 +101,7 @@ def test_a_sweep_that_cannot_be_is_one_error(flags, options, message):
 
 
 def test_a_workload_without_an_evaluation_is_refused():
-    with pytest.raises(DataError, match="only 'train'"):
+    with pytest.raises(DataError, match="only the split 'train'"):
         plan_of(workload=TrainOnly())
 
 
@@ -235,7 +235,7 @@ def test_a_folder_that_is_no_sweeps_or_is_damaged_is_one_error(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         read_asked(folder.path)
     files.store.write_text("sweep.json", json.dumps({"format": 9}))
-    with pytest.raises(ConfigError, match="another scaleray version wrote it"):
+    with pytest.raises(ConfigError, match="was written by another version of scaleray"):
         read_asked(folder.path)
     files.store.write_text("sweep.json", json.dumps({"format": 1, "question": {}}))
     with pytest.raises(ConfigError, match="not written by a sweep"):

@@ -9,7 +9,7 @@ from scaleray.training.rank import HANG_EXIT_CODE
 SCRIPT = """
 import sys, time
 from small_runs import Classify, make_job
-from scaleray.records.wishes import Wish
+from scaleray.records.control_request import ControlRequest
 from scaleray.training import rank
 from scaleray.training.setup.rank_context import RankContext
 
@@ -24,7 +24,7 @@ class Hangs(Classify):
 
 def beat(heartbeat):
     print(heartbeat.phase, "|", heartbeat.tail, flush=True)
-    return Wish.NOTHING
+    return ControlRequest.NOTHING
 
 rank.BEAT_S = 0.05
 job, sources = make_job(Hangs(), {{"scale.collective_timeout_s": 0.5, "stop.after": "6 steps"}}, world_size=1)

@@ -43,7 +43,7 @@ from scaleray.profiling.run_profile import run_profile
 from scaleray.profiling.verdict.findings import Verdict
 from scaleray.profiling.verdict.of_run import FIRST_STEPS, signals_of
 from scaleray.profiling.verdict.signals import Facts
-from scaleray.profiling.verdict.verdict import judge
+from scaleray.profiling.verdict.verdict import evaluate
 from scaleray.records.profile_record import RunProfile
 from scaleray.records.run_record import WorkerSummary
 from scaleray.training import loop
@@ -149,7 +149,7 @@ def verdict_on(result: dict[str, Any]) -> Verdict:
     profile = RunProfile.of(with_retries(result["profile"], settings))
     assert profile is not None
     facts = Facts(2, settings["strategy"], 1, BATCH)
-    return judge(signals_of(profile), facts)
+    return evaluate(signals_of(profile), facts)
 
 
 def step_time(result: dict[str, Any]) -> float:

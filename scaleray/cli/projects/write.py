@@ -104,14 +104,14 @@ def _changed(text: str, values: Mapping[str, Any]) -> str:
 def _write(texts: dict[Path, str]) -> None:
     there = [path for path in texts if path.exists()]
     if there:
-        raise UsageError("--out", str(there[0]), "it already exists and is not overwritten", "choose another folder")
+        raise UsageError.problem("--out", f"{there[0]} already exists and is not overwritten", "choose another folder")
     try:
         for path, text in texts.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "x") as file:
                 file.write(text)
     except OSError as exc:
-        raise UsageError("--out", str(path.parent), f"it cannot be written: {exc.strerror or exc}") from exc
+        raise UsageError.problem("--out", f"{path.parent} cannot be written: {exc.strerror or exc}") from exc
 
 
 def _quoted(text: str) -> str:

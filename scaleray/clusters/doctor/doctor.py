@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.clusters.doctor.fleet import this_machine
-from scaleray.clusters.doctor.look import Look, Subject
+from scaleray.clusters.doctor.inspection import Inspection, Subject
 from scaleray.clusters.preflight.clock_checks import check_clocks
 from scaleray.clusters.preflight.machine_checks import machine_checks
 from scaleray.clusters.preflight.service_checks import check_mlflow, check_ports, check_storage
@@ -31,7 +31,7 @@ from scaleray.recording.store import resolve_uri, uri_of_environment
 from scaleray.records.doctor_record import AllReduceTime, DoctorRecord, Measured, PreflightCheck
 
 
-def judge(measured: Measured) -> list[PreflightCheck]:
+def evaluate(measured: Measured) -> list[PreflightCheck]:
     """Return all checks, in the order in which a user would fix problems."""
     checks = [check_nodes(measured)]
     if any(not node.error for node in measured.nodes):
@@ -117,19 +117,21 @@ def _examined(subject: Subject, *, address: str | None, local: bool, say: Callab
         nodes = ray_nodes(address)
     with nodes as fleet:
         say(f"checking {len(fleet.names)} node{'s' if len(fleet.names) != 1 else ''}")
-        measured = Look(fleet, subject).everything()
-        found = DoctorRecord(checks=judge(measured), measured=measured, address=fleet.address)
+        measured = Inspection(fleet, subject).everything()
+        found = DoctorRecord(checks=evaluate(measured), measured=measured, address=fleet.address)
     return dataclasses.replace(found, duration_s=time.perf_counter() - started)
 
 
 def _write_collectives(path: Path, record: DoctorRecord) -> None:
     if not record.measured.all_reduces:
         why = record.measured.not_measured.get("links", "they were not measured")
-        raise UsageError("--collectives", str(path), f"there are no all-reduce measurements to write: {why}")
+        raise UsageError.problem(
+            "--collectives", f"{path} was not written: there are no all-reduce measurements: {why}"
+        )
     try:
         path.write_text(collectives_csv(record.measured.all_reduces))
     except OSError as exc:
-        raise UsageError("--collectives", str(path), f"it cannot be written: {exc.strerror}") from exc
+        raise UsageError.problem("--collectives", f"{path} cannot be written: {exc.strerror}") from exc
 
 
 def _kept_in_mlflow(record: DoctorRecord, uri: str, experiment: str) -> DoctorRecord:
@@ -152,7 +154,7 @@ def _kept_in_mlflow(record: DoctorRecord, uri: str, experiment: str) -> DoctorRe
             run.send(SetTags({"scaleray.verdict": kept.verdict, "scaleray.preflight": kept.worst}))
             run.send(EndRun("FINISHED", int(time.time() * 1000)))
         except Exception as exc:  # mlflow and its drivers share no base class
-            raise TrackingError(
-                "MLflow at", without_password(uri), f"it did not accept the record: {first_line(exc)}"
+            raise TrackingError.problem(
+                "MLflow", f"at {without_password(uri)} rejected the record: {first_line(exc)}"
             ) from exc
     return kept

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from scaleray.clusters.doctor.measure import Seats, measure_links
-from scaleray.clusters.doctor.node import NodeLook
+from scaleray.clusters.doctor.node import NodeInspector
 from scaleray.errors import first_line
 from scaleray.launch.workers.gloo import UserCode, gloo_processes
 from scaleray.records.doctor_record import AllReduceTime, Links
@@ -30,7 +30,7 @@ class Answers:
 
 
 class Fleet(Protocol):
-    """Nodes by name, each of which implements the methods of `NodeLook`."""
+    """Nodes by name, each of which implements the methods of `NodeInspector`."""
 
     names: list[str]
     address: str
@@ -62,7 +62,7 @@ class ThisMachine:
     def __init__(self) -> None:
         self.drivers_node, self.address = socket.gethostname(), ""
         self.names, self.lost = [self.drivers_node], dict[str, str]()
-        self._node = NodeLook(self.drivers_node, "127.0.0.1")
+        self._node = NodeInspector(self.drivers_node, "127.0.0.1")
 
     def ask(self, method: str, arguments: Mapping[str, Sequence[Any]], *, timeout_s: float) -> Answers:
         """Call the method in this process."""

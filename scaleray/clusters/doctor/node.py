@@ -193,7 +193,7 @@ class Asked:
     tracking_uri: str | None = None
 
 
-class NodeLook:
+class NodeInspector:
     """Methods called on one node. `name`: its name; `host`: its address for others."""
 
     def __init__(self, name: str, host: str) -> None:
@@ -232,8 +232,8 @@ class NodeLook:
         """Write a file to the storage."""
         return storage_checks.write_file(folder, file)
 
-    def read(self, folder: str, contents: Mapping[str, storage_checks.Content]) -> storage_checks.Found:
-        """Look for files in the storage."""
+    def read(self, folder: str, contents: Mapping[str, storage_checks.Content]) -> storage_checks.FilesRead:
+        """Find files in the storage."""
         return storage_checks.read_files(folder, contents)
 
     def remove(self, folder: str) -> None:
@@ -274,5 +274,5 @@ def _mlflow_error(uri: str | None) -> str | None:
     try:
         check_reachable(uri)
     except TrackingError as exc:
-        return exc.allowed
+        return f"{exc.what} {exc.allowed}"
     return ""

@@ -11,7 +11,7 @@ from typing import Any
 
 from scaleray.clusters.doctor.fleet import Answers, Measurements, Trip
 from scaleray.clusters.doctor.measure import Seats
-from scaleray.clusters.doctor.node import NodeLook
+from scaleray.clusters.doctor.node import NodeInspector
 from scaleray.common.progress import stage
 from scaleray.errors import ClusterError, RunFailedError, first_line
 from scaleray.launch.cluster.connection import joined
@@ -106,7 +106,7 @@ class RayNodes:
 
         node = self._nodes[name]
         strategy = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
-        actor = ray.remote(num_cpus=0)(NodeLook).options(scheduling_strategy=strategy)
+        actor = ray.remote(num_cpus=0)(NodeInspector).options(scheduling_strategy=strategy)
         return actor.remote(name, node["NodeManagerAddress"])
 
 
@@ -117,7 +117,7 @@ def ray_nodes(address: str) -> Iterator[RayNodes]:
         raise ClusterError(
             "--address",
             address,
-            "this is the dashboard's address, for submitting jobs",
+            "this is the dashboard, which only accepts jobs",
             "give HOST:6379, or ray job submit --address ... -- python -m scaleray doctor",
         )
     with contextlib.ExitStack() as stack:

@@ -36,7 +36,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Found:
+class FilesRead:
     """The others' files as read by a node. missing: names of files that are absent or have different content."""
 
     missing: tuple[str, ...] = ()
@@ -63,8 +63,8 @@ def write_file(folder: str, name: str) -> Written:
         return Written(error=f"cannot write there: {first_line(exc)}")
 
 
-def read_files(folder: str, contents: Mapping[str, Content]) -> Found:
-    """Look for these files, and read the content of the first few. contents: by name of the file."""
+def read_files(folder: str, contents: Mapping[str, Content]) -> FilesRead:
+    """Find these files, and read the content of the first few. contents: by name of the file."""
     filesystem, inner = open_filesystem(folder)
     missing, size, took = [], 0, 0.0
     for number, (name, content) in enumerate(contents.items()):
@@ -75,7 +75,7 @@ def read_files(folder: str, contents: Mapping[str, Content]) -> Found:
             is_same, seconds = _read(filesystem, f"{inner}/{name}", content, is_local="://" not in folder)
             missing += [] if is_same else [name]
             size, took = size + content[0], took + seconds
-    return Found(tuple(missing), size / took if took else None)
+    return FilesRead(tuple(missing), size / took if took else None)
 
 
 def remove_folder(folder: str) -> None:

@@ -56,7 +56,7 @@ def machine_of(gpus: str) -> Machine:
     count, cross, name = gpus.lower().partition("x")
     offered = ", ".join(f"{one.gpus}x{one.gpu}" for one in MACHINES)
     if not (cross and count.isdigit() and name):
-        raise UsageError("--gpus", gpus, "it must be count and type, such as 8xh100", f"available: {offered}")
+        raise UsageError("--gpus", gpus, "it must be a count and a type, such as 8xh100", f"available: {offered}")
     named = [one for one in MACHINES if one.gpu == name or one.gpu.startswith(f"{name}-")]
     for one in named:
         if one.gpus == int(count):

@@ -84,6 +84,6 @@ def check_kuberay(version: str) -> None:
             "--kuberay",
             version,
             "it does not support " + ", ".join(f"{name} (since {since})" for name, since in newer.items()),
-            f"upgrade the operator to {oldest} or newer; without authOptions anyone who can reach a pod can run code "
-            f"in it",
+            f"upgrade the operator to {oldest} or newer; without authOptions anyone who can reach a pod can run "
+            "code in it",
         )

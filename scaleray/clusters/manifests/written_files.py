@@ -80,7 +80,7 @@ def differing(folder: Path, texts: dict[str, str]) -> list[str]:
             found.append(f"{folder / name} is missing")
             continue
         except OSError as exc:
-            raise StorageError("--folder", str(folder / name), f"it cannot be read: {exc.strerror}") from exc
+            raise StorageError.problem("--folder", f"{folder / name} cannot be read: {exc.strerror}") from exc
         if there != text:
             line = next(
                 (n for n, (a, b) in enumerate(zip(there.splitlines(), text.splitlines(), strict=False), 1) if a != b),
@@ -98,10 +98,9 @@ def write(folder: Path, texts: dict[str, str], *, overwrite: bool = False) -> li
     changed = [name for name in texts if differing(folder, {name: texts[name]})]
     edited = [name for name in changed if (folder / name).exists()]
     if edited and not overwrite:
-        raise UsageError(
+        raise UsageError.problem(
             "--folder",
-            str(folder / edited[0]),
-            "it already exists with different content",
+            f"{folder / edited[0]} already exists with different content",
             "choose another folder, or replace the files with --overwrite",
         )
     try:
@@ -111,7 +110,7 @@ def write(folder: Path, texts: dict[str, str], *, overwrite: bool = False) -> li
             if texts[name].startswith("#!"):
                 (folder / name).chmod(0o755)
     except OSError as exc:
-        raise StorageError("--folder", str(folder), f"it cannot be written: {exc.strerror or exc}") from exc
+        raise StorageError.problem("--folder", f"{folder} cannot be written: {exc.strerror or exc}") from exc
     return [folder / name for name in changed]
 
 

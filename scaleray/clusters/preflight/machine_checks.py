@@ -131,10 +131,10 @@ def _in_use(gpu: GpuSeen) -> Judged:
 
 
 def _check(
-    name: str, nodes: Sequence[NodeSeen], judge: Callable[[NodeSeen], Judged | None], allowed: str, remedy: str
+    name: str, nodes: Sequence[NodeSeen], evaluate: Callable[[NodeSeen], Judged | None], allowed: str, remedy: str
 ) -> PreflightCheck:
     """Check each node separately: the worst verdict, with the nodes that have it."""
-    judged = [(node, found) for node in nodes if (found := judge(node)) is not None]
+    judged = [(node, found) for node in nodes if (found := evaluate(node)) is not None]
     if not judged:
         return PreflightCheck(name=name, verdict="not applicable", found="nothing to check", allowed=allowed)
     bad = [(node, found) for node, found in judged if found[0] != "green"]

@@ -104,10 +104,7 @@ def cluster_of(to: str | None) -> Cluster:
         return _read(to, *named[to])
     if "://" in to or ":" in to:
         raise ConfigError(
-            "--to",
-            to,
-            "it must be a dashboard's address, beginning with http:// or https://",
-            "for example http://HOST:8265",
+            "--to", to, "a dashboard's address must begin with http:// or https://", "for example http://HOST:8265"
         )
     known = f"it has {', '.join(sorted(named))}" if named else "it has none"
     raise ConfigError("--to", to, f"no cluster in {clusters_file()} has this name; {known}", FORMS)

@@ -53,16 +53,14 @@ class Jobs:
             while not (job := self.job(name)).has_ended:
                 if time.monotonic() > deadline:
                     self.stop(name)
-                    raise ClusterError(
-                        "the cluster", self.url, f"it did not start a job within {PROBE_S:.0f} s", job.message
+                    raise ClusterError.problem(
+                        "The cluster", f"at {self.url} did not start a job within {PROBE_S:.0f} s", job.message
                     )
                 time.sleep(0.3)
             found = versions_in(self.logs(name))
             if found is None:
                 problem = job.message or "it printed nothing"
-                raise ClusterError(
-                    "the cluster's Python", "not usable", f"a job that queries its versions failed: {problem}"
-                )
+                raise ClusterError.problem("The cluster's Python", f"could not report its versions: {problem}")
             return Versions(found.python, {**found.packages, "ray": self.ray_version})
         finally:
             self._probes.append(name)
@@ -153,10 +151,12 @@ class Jobs:
     def _problem(self, exc: Exception, name: str) -> ClusterError:
         text = str(exc)
         if name and ("does not exist" in text or "404" in text):
-            return ClusterError("JOB", name, f"the cluster at {self.url} has no job of this name", "scaleray jobs list")
+            return ClusterError.problem(
+                "JOB", f"{name} was not found on the cluster at {self.url}", "scaleray jobs list"
+            )
         if type(exc).__name__ == "AuthenticationError":
             return _refused(self.url)
-        return LostConnectionError("the cluster", self.url, f"it responds with: {first_line(exc)[:300]}")
+        return LostConnectionError.problem("The cluster", f"at {self.url} responded: {first_line(exc)[:300]}")
 
 
 def _client_of(url: str) -> Any:
@@ -197,7 +197,7 @@ def _check(url: str) -> tuple[str, str]:
     """Return the versions of Ray and Python from a dashboard; the latter may be empty. Raises ClusterError."""
     version = str(_get(url, "/api/version").get("ray_version", ""))
     if not version:
-        raise ClusterError("--to", url, "the server there is not a Ray dashboard", "check host and port; 8265 is usual")
+        raise ClusterError.problem("--to", f"{url} is not a Ray dashboard", "check host and port; 8265 is usual")
     with contextlib.suppress(ClusterError):
         about = _get(url, "/api/v0/cluster_metadata").get("data") or {}
         return version, str(about.get("pythonVersion", ""))
@@ -217,22 +217,23 @@ def _get(url: str, path: str) -> dict[str, Any]:
         return values if isinstance(values, dict) else {}
     except HttpError as exc:
         if exc.status is None:
-            what = "nothing answers there"
+            what = "cannot be reached"
             if isinstance(exc.cause, http.client.HTTPException):
-                what = "the server there does not speak HTTP"
+                what = "does not speak HTTP"
             elif isinstance(exc.cause, TimeoutError):
-                what = f"it does not answer within {ANSWER_S:g} s"
+                what = f"did not answer within {ANSWER_S:g} s"
             hint = "check the address, and that the head is up and can be reached from here"
-            raise ClusterError("--to", url, f"{what}: {exc.cause}", hint) from exc
+            raise ClusterError.problem("--to", f"{url} {what}: {exc.cause}", hint) from exc
         if exc.status in (401, 403):
             raise _refused(url) from exc
         if exc.status == 404:
             return {}
         if 300 <= exc.status < 400:
             hint = "give the final address"
-            raise ClusterError("--to", url, f"it redirects ({exc.status})", hint) from exc
-        problem = f"it responds with {exc.status} {exc.cause.reason}"
-        raise ClusterError("--to", url, problem, "check the head's logs") from exc
+            raise ClusterError.problem("--to", f"{url} redirects ({exc.status})", hint) from exc
+        raise ClusterError.problem(
+            "--to", f"{url} responded with {exc.status} {exc.cause.reason}", "check the head's logs"
+        ) from exc
     except ValueError:
         return {}
 
@@ -240,9 +241,8 @@ def _get(url: str, path: str) -> dict[str, Any]:
 def _refused(url: str) -> ClusterError:
     has_token = bool(_headers(url))
     withheld = f" (yours is sent once {clusters_file()} contains its address)" if headers() and not has_token else ""
-    return ClusterError(
-        "the token",
-        "not accepted" if has_token else None,
-        f"the cluster at {url} requires {'another one' if has_token else 'one'}",
+    return ClusterError.problem(
+        "The cluster",
+        f"at {url} " + ("rejected the token" if has_token else "requires a token"),
         f"put the cluster's token into RAY_AUTH_TOKEN, or its file's path into RAY_AUTH_TOKEN_PATH{withheld}",
     )

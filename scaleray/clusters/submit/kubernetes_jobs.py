@@ -17,8 +17,8 @@ import yaml
 
 from scaleray.clusters.submit.clusters import KubernetesCluster
 from scaleray.clusters.submit.kubernetes_objects import COMMAND, SUBMITTED, Objects, service_names
-from scaleray.clusters.submit.programs import Said, run
-from scaleray.clusters.submit.submitted_job import JobNow, LostConnectionError, follow_by_looking
+from scaleray.clusters.submit.programs import ProgramOutput, run
+from scaleray.clusters.submit.submitted_job import JobNow, LostConnectionError, follow_by_polling
 from scaleray.errors import ClusterError
 
 LOST = (
@@ -55,10 +55,9 @@ class KubernetesJobs:
         known = {name.partition("/")[0].partition(".")[0] + "/" + name.rpartition("/")[2] for name in there}
         missing = [f"{kind}/{name}" for kind, name in service_names(objects) if f"{kind.lower()}/{name}" not in known]
         if missing:
-            raise ClusterError(
-                "the namespace",
-                self.cluster.namespace,
-                f"it lacks {', '.join(missing)}",
+            raise ClusterError.problem(
+                "The namespace",
+                f"{self.cluster.namespace} lacks {', '.join(missing)}",
                 "kubectl apply -k cluster/kubernetes/admin, then kubectl apply -k cluster/kubernetes/base",
             )
         if secret_names:
@@ -114,7 +113,7 @@ class KubernetesJobs:
 
     def follow(self, name: str, write: Callable[[str], None], say: Callable[[str], None]) -> JobNow:
         """Write a job's output until it ends; lost connections are retried."""
-        return follow_by_looking(self.cluster.name, lambda: self.job(name), lambda: self._write_new(name, write), say)
+        return follow_by_polling(self.cluster.name, lambda: self.job(name), lambda: self._write_new(name, write), say)
 
     def _write_new(self, name: str, write: Callable[[str], None]) -> None:
         """Write new lines of a log until its pod or the connection ends."""
@@ -167,10 +166,9 @@ class KubernetesJobs:
         there = self._kubectl("get", "secret", self.cluster.secret, "-o", f"go-template={template}").split()
         missing = [name for name in names if name not in there]
         if missing:
-            raise ClusterError(
-                "the Secret",
-                self.cluster.secret,
-                f"it has no key {', '.join(missing)}",
+            raise ClusterError.problem(
+                "The Secret",
+                f"{self.cluster.secret} has no key {', '.join(missing)}",
                 "on Kubernetes --secret-env gives keys of this Secret; submissions do not contain values",
             )
 
@@ -220,7 +218,7 @@ class KubernetesJobs:
             self._refuse(said, job)
         return said.out
 
-    def _refuse(self, said: Said, job: str) -> NoReturn:
+    def _refuse(self, said: ProgramOutput, job: str) -> NoReturn:
         """Raise the error for a message of kubectl."""
         text = said.problem
         low = text.lower()
@@ -232,7 +230,7 @@ class KubernetesJobs:
                 raise ClusterError("--to", self.cluster.name, f"{allowed}: {text}", hint)
         if job and "notfound" in low.replace(" ", ""):
             hint = f"scaleray jobs list --to {self.cluster.name}"
-            raise ClusterError("JOB", job, f"the namespace {self.cluster.namespace} has no job of this name", hint)
+            raise ClusterError.problem("JOB", f"{job} was not found in the namespace {self.cluster.namespace}", hint)
         raise ClusterError("--to", self.cluster.name, f"kubectl reports: {text}", f"check {where}")
 
 

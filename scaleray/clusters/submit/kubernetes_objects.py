@@ -100,10 +100,10 @@ def objects_of(
     """
     encoded = base64.b64encode(package).decode()
     if len(encoded) > LARGEST_PACKAGE:
-        raise ConfigError(
+        raise ConfigError.problem(
             "--working-dir",
-            f"{len(package) / 2**20:.1f} MiB when packed",
-            f"code goes to Kubernetes in a ConfigMap, which holds {LARGEST_PACKAGE * 3 // 4 / 2**20:.1f} MiB",
+            f"needs {len(package) / 2**20:.1f} MiB when packed: Kubernetes stores code in a ConfigMap, which "
+            f"holds at most {LARGEST_PACKAGE * 3 // 4 / 2**20:.1f} MiB",
             "exclude files in .rayignore, or put the code into an image based on cluster/image",
         )
     job, others = _job_and_others(cluster, folder)
@@ -160,18 +160,16 @@ def refuse_unsafe(objects: Objects, *, kuberay: str) -> None:
     """Raise ClusterError if the operator is too old for a job, or if its pods do not require a token."""
     if newer := too_new_fields(objects.job, kuberay):
         oldest = max(newer.values(), key=as_numbers)
-        raise ClusterError(
-            "the KubeRay operator",
-            kuberay,
-            f"it does not support {', '.join(newer)}, which this job uses",
+        raise ClusterError.problem(
+            "The KubeRay operator",
+            f"{kuberay} does not support {', '.join(newer)}, which this job uses",
             f"upgrade the operator to {oldest} or newer, or set a manifest for {kuberay} as the cluster's `manifest`",
         )
     spec = _ray_cluster(objects.job)
     if spec and (spec.get("authOptions") or {}).get("mode") != "token":
-        raise ClusterError(
-            "the RayJob",
-            objects.name,
-            "authOptions.mode is not token: anyone who can reach a pod could run code in it",
+        raise ClusterError.problem(
+            "The RayJob",
+            f"{objects.name} does not set authOptions.mode to token: anyone who can reach a pod could run code in it",
             "set spec.rayClusterSpec.authOptions to {mode: token} in the manifest",
         )
 
@@ -200,15 +198,15 @@ def _documents(path: Path) -> list[Any]:
         if path.is_dir():
             built = run(["kubectl", "kustomize", str(path)])
             if built.code:
-                raise ConfigError("manifest", str(path), f"kustomize cannot build it: {built.problem}")
+                raise ConfigError.problem("manifest", f"{path} cannot be built by kustomize: {built.problem}")
             text = built.out
         else:
             text = path.read_text()
         return [one for one in yaml.safe_load_all(text) if isinstance(one, dict)]
     except OSError as exc:
-        raise ConfigError("manifest", str(path), f"it cannot be read: {exc.strerror}") from exc
+        raise ConfigError.problem("manifest", f"{path} cannot be read: {exc.strerror}") from exc
     except (yaml.YAMLError, UnicodeDecodeError) as exc:
-        raise ConfigError("manifest", str(path), f"it is not YAML: {' '.join(str(exc).split())[:200]}") from exc
+        raise ConfigError.problem("manifest", f"{path} is not YAML: {' '.join(str(exc).split())[:200]}") from exc
 
 
 def _named(job: Manifest, cluster: KubernetesCluster, name: str, command: Sequence[str]) -> None:

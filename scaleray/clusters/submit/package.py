@@ -83,7 +83,7 @@ class Contents:
 def contents_of(folder: Path, *, max_mib: float) -> Contents:
     """Return the contents of a folder to send. Raises ConfigError if they are too large, before reading them."""
     if not folder.is_dir():
-        raise ConfigError("--working-dir", str(folder), "it is not a folder", "give your code's folder")
+        raise ConfigError.problem("--working-dir", f"{folder} is not a folder", "give your code's folder")
     top, found, links, left_out = folder.resolve(), dict[Path, int](), list[Path](), 0
     for path, is_in in _walk(top):
         if not is_in:
@@ -93,7 +93,7 @@ def contents_of(folder: Path, *, max_mib: float) -> Contents:
         else:
             found[path] = path.stat().st_size
         if len(found) + len(links) > MOST_FILES:
-            raise ConfigError("--working-dir", str(folder), f"it has more than {MOST_FILES:,} files", _advice([]))
+            raise ConfigError.problem("--working-dir", f"{folder} has more than {MOST_FILES:,} files", _advice([]))
     targets = {path: target for path in links if (target := path.resolve()) in found}
     found |= {path: found[target] for path, target in targets.items()}
     contents = Contents(
@@ -103,10 +103,9 @@ def contents_of(folder: Path, *, max_mib: float) -> Contents:
         tuple(path.relative_to(top).as_posix() for path in links if path not in targets),
     )
     if (total := contents.num_bytes) > max_mib * 2**20:
-        raise ConfigError(
+        raise ConfigError.problem(
             "--working-dir",
-            str(folder),
-            f"it holds {disk_space(total)} to upload, more than --max-mib {max_mib:g}",
+            f"{folder} has {disk_space(total)} to upload, more than --max-mib {max_mib:g}",
             _advice(contents.largest()),
         )
     return contents
@@ -116,20 +115,22 @@ def check_is_in(contents: Contents, path: Path, *, what: str) -> str:
     """Return the name of a file in the folder. Raises ConfigError if it is outside or excluded."""
     inside = path.resolve()
     if not inside.is_relative_to(contents.folder):
-        raise ConfigError(
+        raise ConfigError.problem(
             what,
-            str(path),
-            f"it is outside the working directory {contents.folder}, and only that is uploaded",
+            f"{path} is outside the working directory {contents.folder}, and only that is uploaded",
             "put it there, or give a folder that contains both with --working-dir",
         )
     name = inside.relative_to(contents.folder).as_posix()
     if name not in contents.files and _is_secret(*Path(name).parts):
-        raise ConfigError(what, str(path), "it is named like a secret, and secrets are never uploaded", "rename it")
+        raise ConfigError.problem(what, f"{path} is named like a secret, and secrets are never uploaded", "rename it")
     if name not in contents.files:
         if not inside.exists():
-            raise ConfigError(what, str(path), "it does not exist")
-        left_out = f"it is excluded by git or one of {', '.join(IGNORE_FILES)}"
-        raise ConfigError(what, str(path), left_out, "include it with a line `!NAME` in .rayignore")
+            raise ConfigError.problem(what, f"{path} does not exist")
+        raise ConfigError.problem(
+            what,
+            f"{path} is excluded by git or one of {', '.join(IGNORE_FILES)}",
+            "include it with a line `!NAME` in .rayignore",
+        )
     return name
 
 
@@ -201,7 +202,7 @@ def _ignored_by_git(folder: Path) -> set[Path] | None:
     if NO_CHECKOUT in problem:
         return None
     if problem:
-        raise ConfigError("--working-dir", str(folder), f"git cannot list what it ignores there: {problem}")
+        raise ConfigError.problem("git", f"cannot list the files that it ignores in {folder}: {problem}")
     return {folder / os.fsdecode(name) for name in done.stdout.split(b"\0") if name}
 
 

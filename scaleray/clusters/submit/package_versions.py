@@ -52,7 +52,8 @@ def versions_in(text: str) -> Versions | None:
 
 @functools.cache
 def _installed() -> dict[str, str]:
-    """Installed packages; the first one of a name counts, as for an import: a user's package may hide the system's."""
+    """Installed packages; of several with one name, the first counts, as for an import: a user's package may hide the
+    system's."""
     found = reversed([*importlib.metadata.distributions()])
     return {one.metadata["Name"]: one.version for one in found if one.metadata["Name"]}
 

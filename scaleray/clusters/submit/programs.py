@@ -16,7 +16,7 @@ OF_A_LOG = re.compile(r"[EFIW]\d{4} \d\d:\d\d:\d\d")
 
 
 @dataclass(frozen=True)
-class Said:
+class ProgramOutput:
     """Output of a program, and its exit code."""
 
     code: int
@@ -41,15 +41,17 @@ def is_there(program: str) -> bool:
     return shutil.which(program) is not None
 
 
-def run(words: Sequence[str], *, given: bytes = b"", limit_s: float = LIMIT_S) -> Said:
+def run(words: Sequence[str], *, given: bytes = b"", limit_s: float = LIMIT_S) -> ProgramOutput:
     """Run a program to its end. given: its input. Raises ClusterError if the program is missing; the exit code is 124
     after a timeout."""
     try:
         done = subprocess.run(list(words), input=given, capture_output=True, timeout=limit_s, check=False)
     except FileNotFoundError as exc:
-        raise ClusterError(
-            words[0], "not found", "it is needed to reach this cluster", "install it, or load its module"
+        raise ClusterError.problem(
+            words[0],
+            "is not installed here, but this cluster can only be reached with it",
+            "install it, or load its module",
         ) from exc
     except subprocess.TimeoutExpired:
-        return Said(124, err=f"{words[0]} did not answer within {limit_s:g} s")
-    return Said(done.returncode, done.stdout, done.stderr.decode(errors="replace"))
+        return ProgramOutput(124, err=f"{words[0]} did not answer within {limit_s:g} s")
+    return ProgramOutput(done.returncode, done.stdout, done.stderr.decode(errors="replace"))

@@ -11,8 +11,8 @@ from typing import NoReturn
 
 from scaleray.clusters.submit.clusters import SlurmCluster
 from scaleray.clusters.submit.package_versions import PROBE, Versions, versions_in
-from scaleray.clusters.submit.programs import Said, run
-from scaleray.clusters.submit.submitted_job import JobNow, LostConnectionError, follow_by_looking
+from scaleray.clusters.submit.programs import ProgramOutput, run
+from scaleray.clusters.submit.submitted_job import JobNow, LostConnectionError, follow_by_polling
 from scaleray.errors import ClusterError
 
 STATES = {
@@ -193,10 +193,9 @@ class SlurmJobs:
         said = self._shell(f"{shlex.quote(python)} -c {shlex.quote(PROBE)}")
         found = versions_in(said.out)
         if found is None:
-            raise ClusterError(
+            raise ClusterError.problem(
                 f"environment of {self.cluster.name}",
-                self.cluster.environment,
-                f"its Python does not report versions: {said.problem}",
+                f"has a Python that does not report versions: {said.problem}",
                 "use a virtual environment visible to the nodes; docs/cluster.md explains how to create one",
             )
         return found
@@ -303,7 +302,7 @@ class SlurmJobs:
 
     def follow(self, name: str, write: Callable[[str], None], say: Callable[[str], None]) -> JobNow:
         """Write a job's output until it ends; lost connections are retried."""
-        return follow_by_looking(self.cluster.name, lambda: self.job(name), lambda: self._write_new(name, write), say)
+        return follow_by_polling(self.cluster.name, lambda: self.job(name), lambda: self._write_new(name, write), say)
 
     def _write_new(self, name: str, write: Callable[[str], None]) -> None:
         name, _ = self._found(name)
@@ -326,7 +325,9 @@ class SlurmJobs:
             found = (name, given) if given.isdigit() else None
         if found is None:
             hint = f"scaleray jobs list --to {self.cluster.name}"
-            raise ClusterError("JOB", name, f"{self.cluster.folder} has no job of this name or number", hint)
+            raise ClusterError.problem(
+                "JOB", f"{name} is neither the name nor the number of a job in {self.cluster.folder}", hint
+            )
         return found
 
     def _path(self, name: str) -> str:
@@ -334,7 +335,7 @@ class SlurmJobs:
         folder = self.cluster.folder.rstrip("/") or "/"
         return shlex.quote(f"{folder}/{name}" if name else folder)
 
-    def _shell(self, script: str, *, given: bytes = b"", must: bool = False) -> Said:
+    def _shell(self, script: str, *, given: bytes = b"", must: bool = False) -> ProgramOutput:
         """Run a script on the host of sbatch. must: whether to raise errors of the connection or of Slurm."""
         words = ["bash", "-c", script]
         if self.cluster.ssh:
@@ -355,7 +356,7 @@ class SlurmJobs:
             self._refuse(said)
         return said
 
-    def _refuse(self, said: Said) -> NoReturn:
+    def _refuse(self, said: ProgramOutput) -> NoReturn:
         allowed, hint = problem_of(said.problem)
         if "cannot be reached" in allowed:
             raise LostConnectionError("--to", self.cluster.name, f"{allowed}: {said.problem}", hint)

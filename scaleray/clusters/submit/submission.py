@@ -100,10 +100,9 @@ def prepare(
 def refuse_differences(submission: Submission, here: Versions, there: Versions, *, remedy: str) -> None:
     """Raise ClusterError if the cluster's versions do not fit."""
     if found := differences(here, there):
-        raise ClusterError(
-            "the cluster",
-            submission.place,
-            f"its versions differ: {'; '.join(found)}",
+        raise ClusterError.problem(
+            "The cluster",
+            f"{submission.place} has different versions: {'; '.join(found)}",
             f"{remedy}; --allow-differences submits anyway",
         )
 
@@ -133,8 +132,8 @@ def with_missing(submission: Submission, here: Versions, there: Versions) -> Sub
 def refuse_missing(submission: Submission, *, remedy: str) -> None:
     """Raise ClusterError if the cluster lacks packages. remedy: how to install them."""
     if submission.missing:
-        raise ClusterError(
-            "the cluster", submission.place, f"it lacks {', '.join(submission.missing)}, which the job imports", remedy
+        raise ClusterError.problem(
+            "The cluster", f"{submission.place} lacks {', '.join(submission.missing)}, which the job imports", remedy
         )
 
 
@@ -152,7 +151,9 @@ def _refuse_secrets(overrides: Sequence[str]) -> None:
         if option == f"--{WEBHOOK}"
         else "remove the password, and pass it in a variable with --secret-env NAME"
     )
-    raise ConfigError(option, value, "it holds a secret, and the cluster stores and shows a job's command", hint)
+    raise ConfigError.problem(
+        option, f"{value} contains a secret, and the cluster stores and shows a job's command", hint
+    )
 
 
 def _settings(secret_env: Sequence[str]) -> dict[str, str]:
@@ -166,10 +167,9 @@ def _settings(secret_env: Sequence[str]) -> dict[str, str]:
         found[key] = f"--{key}={text}"
         [shown] = without_secrets([found[key]])
         if shown != found[key]:
-            raise ConfigError(
+            raise ConfigError.problem(
                 variable,
-                shown.partition("=")[2],
-                "it holds a secret, and the cluster stores and shows a job's command",
+                f"{shown.partition('=')[2]} contains a secret, and the cluster stores and shows a job's command",
                 f"--secret-env {variable} sends it as a secret",
             )
     return found
@@ -197,5 +197,5 @@ def _secrets(names: Sequence[str], *, are_here: bool) -> dict[str, str]:
     missing = with_values or [name for name in names if are_here and not os.environ.get(name)]
     if missing:
         hint = "give only names: values belong in the environment" if with_values else ""
-        raise ConfigError("--secret-env", ", ".join(missing), "it is not set here", hint)
+        raise ConfigError.problem("--secret-env", f"{', '.join(missing)} is not set here", hint)
     return {name: os.environ[name] if are_here else "" for name in names}

@@ -54,11 +54,10 @@ def checked_and_started(
         )
         return Started(name, jobs)
     if bring_missing:
-        raise ConfigError(
+        raise ConfigError.problem(
             "--bring-missing",
-            submission.place,
-            "packages can be installed for a job only on a Ray cluster",
-            "add them to the image, or to the environment of the nodes",
+            f"needs a Ray cluster, unlike {submission.place}",
+            "add the packages to the image, or to the environment of the nodes",
         )
     if isinstance(cluster, SlurmCluster):
         jobs, name = to_slurm.checked_and_started(submission, cluster, allow_differences=allow_differences, say=say)

@@ -67,7 +67,7 @@ class ClusterJobs(Protocol):
         messages on that."""
 
 
-def follow_by_looking(
+def follow_by_polling(
     place: str, look: Callable[[], JobNow], write_new: Callable[[], None], say: Callable[[str], None]
 ) -> JobNow:
     """Poll a job and write new output until it ends. say: receives messages on lost connections and on why a job

@@ -83,5 +83,5 @@ def _written(objects: Objects) -> Path:
     try:
         path.write_text(objects.as_yaml())
     except OSError as exc:
-        raise StorageError("the manifest", str(path), f"it cannot be written: {exc.strerror}") from exc
+        raise StorageError.problem("The manifest", f"{path} cannot be written: {exc.strerror}") from exc
     return path

@@ -62,8 +62,8 @@ def _check_name(name: str) -> None:
         raise ConfigError(
             "--name",
             name,
-            "on Slurm it must have at most 100 letters, digits, dots, - and _, begin with a letter or digit, and not "
-            "be a number",
+            "on Slurm it must begin with a letter or digit, must not be a number, and may have at most 100 "
+            "letters, digits, dots, - and _",
             "for example digits-2",
         )
 

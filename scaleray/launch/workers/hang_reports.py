@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from scaleray.checkpoints.storage import Entry, Store
 from scaleray.errors import RunFailedError
 from scaleray.profiling.desync import Kind, find
-from scaleray.profiling.desync_words import in_words, standing
+from scaleray.profiling.desync_words import in_words, ranks_by_line
 from scaleray.records.hangs import HANGS, RankDump
 from scaleray.records.run_record import Heartbeat
 from scaleray.training.health.stack_file import LOCKED, read_stacks
@@ -43,7 +43,7 @@ class HangReport:
             return ""
         if found is not None and found.kind not in MISMATCHES and not told and not self._is_hang():
             return ""
-        lines = [in_words(found, self.dumps)] if found is not None else standing(self.dumps)
+        lines = [in_words(found, self.dumps)] if found is not None else ranks_by_line(self.dumps)
         if any(dump.why == "Aborted" for dump in told):
             lines.append(ENDED_IN_A_COLLECTIVE)
         return "\n  ".join([*lines, f"what each rank was doing: {self.store.path('')}".rstrip("/")])

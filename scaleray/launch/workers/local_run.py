@@ -16,8 +16,8 @@ from scaleray.data.source_interface import Source
 from scaleray.launch.workers.gloo import TELL, Teller, UserCode, gloo_processes, refuse_streams
 from scaleray.launch.workers.loaded_workload import ship_user_code
 from scaleray.recording.recorder import Recorder
+from scaleray.records.control_request import ControlRequest
 from scaleray.records.run_record import Heartbeat, Show, WorkerMessage
-from scaleray.records.wishes import Wish
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.rank_context import RankContext
 
@@ -41,7 +41,7 @@ def run_here(
         recorder.log([message])
         show([message])
 
-    def beat(heartbeat: Heartbeat) -> Wish:
+    def beat(heartbeat: Heartbeat) -> ControlRequest:
         show([heartbeat])
         return recorder.beat(heartbeat)
 
@@ -72,7 +72,7 @@ def run_in_processes(
 
     refuse_streams(job)
 
-    def take(told: list[WorkerMessage] | Heartbeat) -> Wish | None:
+    def take(told: list[WorkerMessage] | Heartbeat) -> ControlRequest | None:
         if not isinstance(told, Heartbeat):
             recorder.log(told)
             show(told)
@@ -119,11 +119,11 @@ class _InBatches:
             if time.monotonic() - self._sent_at >= self._interval_s:
                 self._flush()
 
-    def beat(self, heartbeat: Heartbeat) -> Wish:
+    def beat(self, heartbeat: Heartbeat) -> ControlRequest:
         """Pass a heartbeat on immediately, and return the request; does nothing after the end, when the pipe is for the
         process's result."""
         with self._asking:
-            return Wish.NOTHING if self._is_closed else Wish(self._tell.ask(heartbeat, self._lock))
+            return ControlRequest.NOTHING if self._is_closed else ControlRequest(self._tell.ask(heartbeat, self._lock))
 
     def close(self) -> None:
         """Pass waiting messages on, and no more heartbeats once the last one is answered."""

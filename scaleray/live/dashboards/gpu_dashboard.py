@@ -11,7 +11,7 @@ OF_GPU = "GPU {{gpu}} of {{Hostname}}"
 
 
 def of_gpu(metric: of.ForeignMetric) -> str:
-    """One series a GPU, whatever pods and containers the exporter names."""
+    """Query with one series per GPU, regardless of pods and containers in the exporter's labels."""
     return f"max by ({', '.join(GPU)}) ({foreign(metric)})"
 
 

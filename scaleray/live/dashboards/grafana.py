@@ -1,4 +1,4 @@
-"""A dashboard in the form that Grafana reads: Classic JSON, which every version from 9 to 13 takes.
+"""Conversion of a dashboard to Grafana's format: Classic JSON, which every version from 9 to 13 accepts.
 
 Checked against Grafana's own schema in tests. Source of the keys: grafana-foundation-sdk, jsonschema/dashboard.
 """
@@ -16,12 +16,12 @@ TAG = "scaleray"
 
 
 def as_json(dashboard: Dashboard) -> str:
-    """The file of a dashboard."""
+    """Text of a dashboard's file."""
     return json.dumps(as_grafana(dashboard), indent=2, ensure_ascii=False) + "\n"
 
 
 def as_grafana(dashboard: Dashboard) -> dict[str, Any]:
-    """A dashboard as Grafana's HTTP API and its files have it."""
+    """Dashboard in the form used by Grafana's HTTP API and files."""
     return {
         "uid": dashboard.uid,
         "title": dashboard.title,
@@ -108,7 +108,7 @@ def _target(query: Query, letter: str, panel: Panel) -> dict[str, Any]:
 
 
 def _field(panel: Panel) -> dict[str, Any]:
-    """How values are shown: unit, limits, colours, words and links."""
+    """Display of values: unit, limits, colours, texts and links."""
     limits = {"min": panel.minimum, "max": panel.maximum, "decimals": panel.decimals}
     field: dict[str, Any] = {"unit": panel.unit, **{key: value for key, value in limits.items() if value is not None}}
     # said always: Grafana's own default turns red at 80, whatever is shown
@@ -217,7 +217,7 @@ def _note(note: Note) -> dict[str, Any]:
 
 
 def _built_in_note() -> dict[str, Any]:
-    """Notes that people make in Grafana by hand."""
+    """Annotations made by hand in Grafana."""
     return {
         "name": "Annotations & Alerts",
         "type": "dashboard",

@@ -54,10 +54,10 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One picture. description: the normal state, and the remedy.
+    """One chart or table. description: the normal state, and the remedy.
 
-    unit: one of Grafana's names of units. words: text in place of a value. columns: of a table, the labels that it
-    shows, with their headers.
+    unit: Grafana's name for it. words: text in place of a value. columns: of a table, the labels that it shows, with
+    their headers.
     """
 
     title: str

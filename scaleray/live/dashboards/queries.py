@@ -58,7 +58,7 @@ def foreign(metric: ForeignMetric, *matchers: str) -> str:
 
 
 def once(metric: Metric, *labels: str) -> str:
-    """One series a run, and for each value of further labels.
+    """One series per run and value of further labels.
 
     Takes the largest value: for a minute after a restart the series of the old and the new worker both exist."""
     return over(metric, "max", *labels)
@@ -80,7 +80,7 @@ def firing() -> str:
 
 
 def by_rank(metric: Metric, *matchers: str) -> str:
-    """One series a rank and run."""
+    """One series per rank and run."""
     return f"max by ({', '.join((*RUN_LABELS, *RANK_LABELS))}) ({select(metric, *matchers)})"
 
 

@@ -23,7 +23,7 @@ OF_RANK = f"rank {{{{{RANK}}}}} on {{{{{NODE}}}}}"
 ENDS = live.SLOWEST_LINK.labels
 LINK = "rank {{source}} to rank {{to}}"
 MOST = 10
-"""How many ranks a list of the worst has."""
+"""Length of a list of the worst ranks."""
 
 LATE = Row(
     "Who is late",

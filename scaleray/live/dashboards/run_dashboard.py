@@ -1,4 +1,4 @@
-"""The first page to open: is a run healthy, how fast is it, how far, and when will it be done."""
+"""Dashboard to open first: health, speed, progress and remaining time of a run."""
 
 from __future__ import annotations
 

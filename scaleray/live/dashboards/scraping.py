@@ -8,7 +8,7 @@ from typing import Any
 from scaleray.live.foreign import OF_GPUS
 
 INTERVAL = "5s"
-"""Time between two scrapes, and between two evaluations of the rules: the most by which an alert lags its cause."""
+"""Time between two scrapes and between two evaluations of the rules, by which an alert may lag its cause."""
 RAY_TARGETS = "/tmp/ray/prom_metrics_service_discovery.json"
 """File below a Ray head's --temp-dir in which it lists its nodes' addresses."""
 ITS_NODE = {

@@ -1,1 +1,1 @@
-"""The files of dashboards and rules, and their way into a Grafana."""
+"""Files of dashboards and rules, and their import into Grafana."""

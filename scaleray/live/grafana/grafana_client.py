@@ -31,30 +31,32 @@ def install_dashboards(grafana: str, *, token_env: str = "GRAFANA_TOKEN", folder
 
 
 class Grafana:
-    """A Grafana at an address, with the token of an environment variable. The token is sent only in request headers: no
-    message, record or command line has it."""
+    """A Grafana server at an address, with the token from an environment variable. The token is sent only in request
+    headers and appears in no message, record or command line."""
 
     def __init__(self, address: str, token_env: str) -> None:
         hint = "such as http://127.0.0.1:3000"
         try:
             parts = urllib.parse.urlsplit(address)
         except ValueError as exc:
-            raise UsageError("--grafana", address.rpartition("@")[2], f"it is not an address: {exc}", hint) from None
+            raise UsageError.problem(
+                "--grafana", f"{address.rpartition('@')[2]} is not an address: {exc}", hint
+            ) from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError("--grafana", _without_secrets(parts), "it must be an http or https address", hint)
+            raise UsageError("--grafana", _without_secrets(parts), "it must begin with http:// or https://", hint)
         if parts.username or parts.password or parts.query:
             raise UsageError(
                 "--grafana",
                 _without_secrets(parts),
-                "an address must not contain a user, password or key",
+                "it must not contain a user, password or key",
                 f"put a token into the environment variable {token_env}",
             )
         token = os.environ.get(token_env, "").strip()
+        found = "is not a token" if token else "is not set"
         if not token or not (token.isascii() and token.isprintable()):  # what is no header would be quoted in an error
-            raise UsageError(
-                f"the environment variable {token_env}",
-                "not a token" if token else None,
-                "it must hold the token of a service account",
+            raise UsageError.problem(
+                "The environment variable",
+                f"{token_env} {found}: it must contain the token of a service account",
                 "create one in Grafana under Administration, Service accounts; --token-env names another variable",
             )
         self._address, self._token_env = address.rstrip("/"), token_env
@@ -85,12 +87,12 @@ class Grafana:
         except HttpError as exc:
             if exc.status is not None:
                 raise self._refused(exc.status, exc.cause, path) from None  # what it came from has the headers
-            raise UsageError(
-                "--grafana", self._address, f"it does not answer: {exc}", "is it running, and is this its port?"
+            raise UsageError.problem(
+                "--grafana", f"{self._address} does not answer: {exc}", "is it running, and is this its port?"
             ) from None
         except ValueError:
-            raise UsageError(
-                "--grafana", self._address, f"the server at {path} is not a Grafana: its answer is not JSON"
+            raise UsageError.problem(
+                "--grafana", f"{self._address} is not a Grafana server: its answer at {path} is not JSON"
             ) from None
 
     def _refused(self, status: int, answer: Any, path: str) -> Exception:
@@ -99,13 +101,17 @@ class Grafana:
         if status in (401, 403):
             want = "a valid token" if status == 401 else "a token with the right to edit dashboards and folders"
             hint = f"the role Editor is enough; Grafana says: {said}"
-            return UsageError(f"the token in {self._token_env}", f"refused ({status})", f"{where} needs {want}", hint)
+            return UsageError.problem(
+                where, f"rejected the token in {self._token_env} ({status}): it needs {want}", hint
+            )
         if 300 <= status < 400:
             to = urllib.parse.urlsplit(answer.headers.get("Location", ""))
             hint = f"it points to {_without_secrets(to)}: use the final address"
-            return UsageError("--grafana", self._address, f"it redirects ({status})", hint)
+            return UsageError.problem("--grafana", f"{self._address} redirects ({status})", hint)
         if status == 404:
-            return UsageError("--grafana", self._address, f"{path} does not exist", "is a path missing, /grafana?")
+            return UsageError.problem(
+                "--grafana", f"{self._address} has no {path}", "is a path missing, such as /grafana?"
+            )
         if status in (400, 412):
             hint = (
                 "Provisioned dashboards must be changed in their files. Otherwise Grafana may be too old: 9 or "

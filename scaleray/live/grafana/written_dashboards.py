@@ -36,14 +36,18 @@ def write_dashboards(
         for path, text in texts.items():
             path.write_text(text)
     except OSError as exc:
-        raise StorageError("--folder", str(folder), f"it cannot be written: {exc.strerror}", "choose another") from exc
+        raise StorageError.problem(
+            "--folder", f"{folder} cannot be written: {exc.strerror}", "choose another folder"
+        ) from exc
     return list(texts)
 
 
 def _check(grafana: str, alerts: str | Path | None) -> None:
     """Raise UsageError for an address that cannot begin a link, or if the rules already have one."""
     if alerts is not None:
-        raise UsageError("--grafana", grafana, "the links in the file of --alerts stay as they are", "give one of both")
+        raise UsageError.problem(
+            "--grafana", "cannot be combined with --alerts, whose file has fixed links", "omit one of them"
+        )
     try:
         check_grafana(grafana)
     except ValueError as exc:
@@ -54,13 +58,15 @@ def _rules(file: Path) -> str:
     """The text of a file of rules. Raises UsageError for another one."""
     text = _read(file)
     if text is None:
-        raise UsageError("--alerts", str(file), "it cannot be read", "give alerts.yaml of a promoted model's pipeline")
+        raise UsageError.problem(
+            "--alerts", f"{file} cannot be read", "give alerts.yaml of a promoted model's pipeline"
+        )
     try:
         found = load_yaml(text)
     except ValueError as exc:
-        raise UsageError("--alerts", str(file), f"it is not YAML: {first_line(exc)}") from exc
+        raise UsageError.problem("--alerts", f"{file} is not YAML: {first_line(exc)}") from exc
     if not isinstance(found, dict) or not isinstance(found.get("groups"), list):
-        raise UsageError("--alerts", str(file), "Prometheus rules must be in `groups`")
+        raise UsageError.problem("--alerts", f"{file} has no Prometheus rules in `groups`")
     return text
 
 

@@ -10,7 +10,7 @@ from scaleray.common import live_metrics as live
 from scaleray.common.metric import prometheus_name
 from scaleray.config.alerts import AlertLimits
 from scaleray.live import foreign
-from scaleray.live.rules.rule import OF_GPU, Found, Rule
+from scaleray.live.rules.rule import OF_GPU, Match, Rule
 from scaleray.live.rules.series_history import SeriesHistory
 
 ACTIVE = foreign.GPU_ENGINE_ACTIVE.name
@@ -47,13 +47,13 @@ def _at_its_host(series: str) -> str:
     return f'label_replace({series}, "node", "$1", "instance", "([^:]+)(:.*)?")'
 
 
-def _idle(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
+def _idle(seen: SeriesHistory, limits: AlertLimits) -> Match | None:
     if not seen.knows_since(ACTIVE, LOOK_BACK_S):
         return None
     for gpu in seen.newest(ACTIVE):
         busy = seen.past(ACTIVE, last_s=LOOK_BACK_S, of=gpu)
         if len(busy) and busy.mean() < limits.gpu_busy_share:
-            return Found(float(busy.mean()), gpu)
+            return Match(float(busy.mean()), gpu)
     return None
 
 

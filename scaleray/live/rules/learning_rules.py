@@ -13,9 +13,9 @@ import numpy as np
 from scaleray.common import metric_names as names
 from scaleray.common.metric import Metric, prometheus_name
 from scaleray.config.alerts import AlertLimits
-from scaleray.live.rules.course import grown_in
+from scaleray.live.rules.progress_rules import grown_in
 from scaleray.live.rules.promql import RUN, grown, of_run, over
-from scaleray.live.rules.rule import Found, Rule
+from scaleray.live.rules.rule import Match, Rule
 from scaleray.live.rules.series_history import SeriesHistory, Values
 
 LOOK_BACK, IN_A_ROW, LEAST_POINTS = 200, 3, 20
@@ -63,7 +63,7 @@ def _has_enough(metric: Metric) -> str:
 
 def _in_a_row(
     seen: SeriesHistory, metric: Metric, measure: Callable[[Values, Values], Values], limit: float
-) -> Found | None:
+) -> Match | None:
     """The largest of the first streak of three or more values above the limit, among those since the last check and the
     two before. Each `LOOK_BACK` of them are compared with earlier ones: checks may be many steps apart."""
     times, values = seen.points(prometheus_name(metric))
@@ -74,7 +74,7 @@ def _in_a_row(
         if len(usual) >= LEAST_POINTS:
             measured = measure(values[first - (IN_A_ROW - 1) : first + LOOK_BACK], usual)
             if (row := _first_row(measured, limit)) is not None:
-                return Found(float(row.max()))
+                return Match(float(row.max()))
     return None
 
 
@@ -90,9 +90,9 @@ def _first_row(measured: Values, limit: float) -> Values | None:
     return None
 
 
-def _nonfinite(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
+def _nonfinite(seen: SeriesHistory, limits: AlertLimits) -> Match | None:
     count = grown_in(seen, names.NONFINITE_STEPS, NONFINITE_WITHIN_S)
-    return Found(count) if count > 0 else None
+    return Match(count) if count > 0 else None
 
 
 def _scale_query(limits: AlertLimits) -> str:
@@ -101,12 +101,12 @@ def _scale_query(limits: AlertLimits) -> str:
     return f"{scale} < 1 or {scale} <= {highest} / {limits.loss_scale_drop:g}"
 
 
-def _loss_scale_collapse(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
+def _loss_scale_collapse(seen: SeriesHistory, limits: AlertLimits) -> Match | None:
     scale = seen.last(LOSS_SCALE)
     if scale is None:
         return None
     highest = seen.past(LOSS_SCALE, last_s=SCALE_WITHIN_S).max()
-    return Found(scale) if scale < 1 or scale <= highest / limits.loss_scale_drop else None
+    return Match(scale) if scale < 1 or scale <= highest / limits.loss_scale_drop else None
 
 
 RULES = (

@@ -31,7 +31,7 @@ OF_GPU = "GPU {{ $labels.gpu }} of {{ $labels.instance }}"
 
 
 @dataclass(frozen=True)
-class Found:
+class Match:
     """Result of a predicate. of: the rank or device concerned, if any."""
 
     value: float
@@ -39,7 +39,7 @@ class Found:
 
 
 Query = Callable[[AlertLimits], str]
-Predicate = Callable[[SeriesHistory, AlertLimits], Found | None]
+Predicate = Callable[[SeriesHistory, AlertLimits], Match | None]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Rule:
         """Seconds that the condition must last before the run itself raises the alert."""
         return 0.0 if self.steps_in_a_row else self.for_s
 
-    def in_words(self, found: Found) -> str:
+    def in_words(self, found: Match) -> str:
         """The summary with the measured value."""
         return self.summary.format(value=IN_WORDS[self.unit](found.value), of=found.of)
 

@@ -8,13 +8,13 @@ from functools import partial
 
 from scaleray.common.watchers import Guard, Watcher
 from scaleray.config.alerts import AlertLimits
-from scaleray.live.rules import course, gpu_rules, learning_rules, speed_rules, upkeep_rules
+from scaleray.live.rules import gpu_rules, learning_rules, progress_rules, speed_rules, upkeep_rules
 from scaleray.live.rules.rule import Rule
 from scaleray.live.rules.series_history import SeriesHistory
 from scaleray.records.alert_record import Alert
 
 RULES: tuple[Rule, ...] = (
-    *course.RULES,
+    *progress_rules.RULES,
     *speed_rules.RULES,
     *learning_rules.RULES,
     *upkeep_rules.RULES,
@@ -44,7 +44,7 @@ class _State:
         return over
 
 
-class Judge:
+class RuleEvaluator:
     """Checks a run with all rules that need no other run. guard: calls a rule's predicate; an error in one must not
     prevent the others."""
 
@@ -62,7 +62,7 @@ class Judge:
         """Alerts that are not over."""
         return [state.alert for _, _, state in self._states if state.alert is not None]
 
-    def look(self, seen: SeriesHistory) -> list[Alert]:
+    def check(self, seen: SeriesHistory) -> list[Alert]:
         """The alerts that begin or end at this check."""
         changed: list[Alert | None] = []
         for rule, predicate, state in self._states:

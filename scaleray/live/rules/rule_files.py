@@ -37,7 +37,7 @@ def files(limits: AlertLimits | None = None, *, grafana: str = "") -> dict[str, 
 
 
 def as_yaml(rule: Rule, limits: AlertLimits | None = None, *, grafana: str = "") -> dict[str, Any]:
-    """One rule as Prometheus has it."""
+    """One rule in Prometheus' form."""
     return {
         "alert": rule.alertname,
         "expr": rule.query(limits or AlertLimits()),
@@ -53,7 +53,7 @@ def labels(rule: Rule) -> dict[str, str]:
 
 
 def words(rule: Rule, summary: str, *, panel: str) -> dict[str, str]:
-    """Text of an alert for people. panel: see `panel_link`."""
+    """Text of an alert for readers. panel: see `panel_link`."""
     return {"summary": summary, "costs": rule.costs, "what_to_do": rule.advice, "panel": panel}
 
 

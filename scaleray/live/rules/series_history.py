@@ -50,7 +50,7 @@ class SeriesHistory:
             points = self.series.setdefault(metric, {}).setdefault(of, deque())
             points.append((at, float(value)))
 
-    def look(self, now: float) -> None:
+    def advance(self, now: float) -> None:
         """Move on to the next check."""
         while self._new:
             self._add_points(*self._new.popleft())

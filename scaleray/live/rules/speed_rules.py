@@ -9,7 +9,7 @@ from scaleray.common import metric_names as names
 from scaleray.common.metric import prometheus_name
 from scaleray.config.alerts import AlertLimits
 from scaleray.live.rules.promql import RUN, of_rank, of_run, over
-from scaleray.live.rules.rule import OF_LINK, OF_RANK, Found, Rule
+from scaleray.live.rules.rule import OF_LINK, OF_RANK, Match, Rule
 from scaleray.live.rules.series_history import SeriesHistory
 
 LEAST_LATENESS_S = 0.001
@@ -33,14 +33,14 @@ def _straggler_query(limits: AlertLimits) -> str:
     return f"{share} > {limits.straggler_share:g}"
 
 
-def _straggler(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
+def _straggler(seen: SeriesHistory, limits: AlertLimits) -> Match | None:
     step_s = seen.last(STEP_TIME)
     late = {of: value for of, value in seen.newest(LATENESS).items() if value > LEAST_LATENESS_S}
     if not late or not step_s:
         return None
     rank = max(late, key=lambda of: late[of])
     share = late[rank] / step_s
-    return Found(share, rank) if share > limits.straggler_share else None
+    return Match(share, rank) if share > limits.straggler_share else None
 
 
 def _slow_link_query(limits: AlertLimits) -> str:
@@ -50,7 +50,7 @@ def _slow_link_query(limits: AlertLimits) -> str:
     return f"min by ({RUN}) ({slower}) and on ({RUN}) {costs}"
 
 
-def _slow_link(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
+def _slow_link(seen: SeriesHistory, limits: AlertLimits) -> Match | None:
     now = seen.last(LINK_RATIO)
     if now is None or (seen.last(EXPOSED) or 0.0) <= LEAST_EXPOSED:
         return None
@@ -58,15 +58,15 @@ def _slow_link(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
     if not len(usual) or not seen.knows_since(LINK_RATIO, 2 * LINK_RECENT_S):
         return None
     ratio = now / max(float(np.median(usual)), 1e-9)
-    return Found(ratio) if ratio < limits.link_ratio else None
+    return Match(ratio) if ratio < limits.link_ratio else None
 
 
-def _slow_pair(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
+def _slow_pair(seen: SeriesHistory, limits: AlertLimits) -> Match | None:
     found = seen.newest(SLOWEST_LINK)
     slowest = min(found, key=lambda of: found[of], default=None)
     if slowest is None or found[slowest] >= limits.pair_ratio:
         return None
-    return Found(found[slowest], slowest)
+    return Match(found[slowest], slowest)
 
 
 def _slower_than_before_query(limits: AlertLimits) -> str:
@@ -77,7 +77,7 @@ def _slower_than_before_query(limits: AlertLimits) -> str:
     return f"{recent} / {past} < {limits.throughput_ratio:g} unless {resized}"
 
 
-def _slower_than_before(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
+def _slower_than_before(seen: SeriesHistory, limits: AlertLimits) -> Match | None:
     recent = seen.past(SAMPLES_PER_S, last_s=RECENT_S)
     past = seen.past(SAMPLES_PER_S, last_s=PAST_S + RECENT_S, until_s=RECENT_S)
     sizes = seen.past(WORLD_SIZE, last_s=PAST_S + RECENT_S)
@@ -86,17 +86,17 @@ def _slower_than_before(seen: SeriesHistory, limits: AlertLimits) -> Found | Non
         return None
     usual = float(np.median(past))
     ratio = float(recent.mean()) / usual if usual > 0 else 1.0
-    return Found(ratio) if ratio < limits.throughput_ratio else None
+    return Match(ratio) if ratio < limits.throughput_ratio else None
 
 
-def _slower_than_predicted(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
+def _slower_than_predicted(seen: SeriesHistory, limits: AlertLimits) -> Match | None:
     ratio = seen.last(OVER_PREDICTION)
-    return Found(ratio) if ratio is not None and ratio < limits.predicted_ratio else None
+    return Match(ratio) if ratio is not None and ratio < limits.predicted_ratio else None
 
 
-def _input_starved(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
+def _input_starved(seen: SeriesHistory, limits: AlertLimits) -> Match | None:
     share = seen.last(INPUT_WAIT)
-    return Found(share) if share is not None and share > limits.input_wait_share else None
+    return Match(share) if share is not None and share > limits.input_wait_share else None
 
 
 RULES = (

@@ -11,7 +11,7 @@ from scaleray.common import metric_names as names
 from scaleray.common.metric import prometheus_name
 from scaleray.config.alerts import AlertLimits
 from scaleray.live.rules.promql import RANK, RUN, of_rank, of_run, over
-from scaleray.live.rules.rule import OF_RANK, Found, Rule
+from scaleray.live.rules.rule import OF_RANK, Match, Rule
 from scaleray.live.rules.series_history import SeriesHistory
 
 USED = '{kind="used"}'
@@ -32,11 +32,11 @@ WRITE = prometheus_name(names.CHECKPOINT_DURATION_S)
 SPOOLED, DISK_FREE = prometheus_name(live.RECORDER_SPOOLED_POINTS), prometheus_name(live.DISK_FREE)
 
 
-def _near_limit(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
+def _near_limit(seen: SeriesHistory, limits: AlertLimits) -> Match | None:
     most = seen.newest(MEMORY_LIMIT)
     shares = {of: used / most[of] for of, used in seen.newest(MEMORY).items() if most.get(of)}
     rank = max(shares, key=lambda of: shares[of], default=None)
-    return Found(shares[rank], rank) if rank is not None and shares[rank] > limits.memory_share else None
+    return Match(shares[rank], rank) if rank is not None and shares[rank] > limits.memory_share else None
 
 
 def _filling_query(limits: AlertLimits) -> str:
@@ -54,7 +54,7 @@ def _filling_query(limits: AlertLimits) -> str:
     return " and ".join([f"{left} < {limits.memory_full_within_s:g}", *grows, is_new, known])
 
 
-def _filling(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
+def _filling(seen: SeriesHistory, limits: AlertLimits) -> Match | None:
     for rank, most in seen.newest(MEMORY_LIMIT).items():
         usual = seen.past(MEMORY, last_s=BLOCK_S * BLOCKS + USUAL_S, until_s=BLOCK_S * BLOCKS, of=rank)
         blocks = [
@@ -68,7 +68,7 @@ def _filling(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
         left_s = (most - float(values[-1])) / growth if growth > 0 else np.inf
         is_new = least[0] > usual.max() and (least[:-1] - least[1:] > LEAST_GROWTH * most).all()
         if is_new and left_s < limits.memory_full_within_s:
-            return Found(left_s, rank)
+            return Match(left_s, rank)
     return None
 
 
@@ -79,14 +79,14 @@ def _creeping_query(limits: AlertLimits) -> str:
     return f"{growth} > {limits.memory_creep_gib * GIB:.0f} and {growth} > {CREEP_SHARE:g} * {before}"
 
 
-def _creeping(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
+def _creeping(seen: SeriesHistory, limits: AlertLimits) -> Match | None:
     for rank in seen.newest(MEMORY):
         now = seen.past(MEMORY, last_s=WITHIN_S, of=rank)
         before = seen.past(MEMORY, last_s=CREEP_S + WITHIN_S, until_s=CREEP_S, of=rank)
         if len(now) and len(before):
             growth, least = float(np.min(now) - np.min(before)), float(np.min(before))
             if growth > max(limits.memory_creep_gib * GIB, CREEP_SHARE * least):
-                return Found(growth, rank)
+                return Match(growth, rank)
     return None
 
 
@@ -97,23 +97,23 @@ def _checkpoint_query(limits: AlertLimits) -> str:
     return f"{age} > {limits.checkpoint_intervals:g} * {interval} + {write}"
 
 
-def _checkpoint_too_old(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
+def _checkpoint_too_old(seen: SeriesHistory, limits: AlertLimits) -> Match | None:
     age, interval = seen.last(AGE), seen.last(INTERVAL)
     if age is None or interval is None:
         return None
     took = seen.past(WRITE, last_s=WRITES_WITHIN_S)
     write_s = max(LEAST_WRITE_S, float(took.max())) if len(took) else UNKNOWN_WRITE_S
-    return Found(age) if age > limits.checkpoint_intervals * interval + write_s else None
+    return Match(age) if age > limits.checkpoint_intervals * interval + write_s else None
 
 
-def _recorder_spooling(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
+def _recorder_spooling(seen: SeriesHistory, limits: AlertLimits) -> Match | None:
     points = seen.last(SPOOLED)
-    return Found(points) if points else None
+    return Match(points) if points else None
 
 
-def _disk_nearly_full(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
+def _disk_nearly_full(seen: SeriesHistory, limits: AlertLimits) -> Match | None:
     share = min(seen.newest(DISK_FREE).values(), default=1.0)
-    return Found(share) if share < limits.disk_free_share else None
+    return Match(share) if share < limits.disk_free_share else None
 
 
 RULES = (

@@ -47,7 +47,7 @@ class Measured:
     waiting: int = 0
     """Writes that MLflow has not accepted."""
     status: str = ""
-    """Status in MLflow's words, once it has ended."""
+    """Status, named as in MLflow, once it has ended."""
 
 
 def measured_series(measured: Measured, ranks: ComparedRanks, *, run_name: str, run_id: str) -> list[Series]:

@@ -40,7 +40,7 @@ class ComparedRanks:
         self._best_transfer_s = math.inf
         """Shortest transfer of this group in this run."""
 
-    def hear(self, sample: RankSample) -> None:
+    def take_sample(self, sample: RankSample) -> None:
         """Take the newest sample of a rank. A sample of a group of another size discards the others."""
         if self.samples and next(iter(self.samples.values())).world_size != sample.world_size:
             self.samples, self._best_transfer_s = {}, math.inf

@@ -26,7 +26,7 @@ class LongPhases:
         self.longest_s = longest_s
         self._phase, self._seen_at = "", 0.0
 
-    def look(self, beats: Sequence[Heartbeat], now: float) -> None:
+    def update(self, beats: Sequence[Heartbeat], now: float) -> None:
         """Note the first worker's activity. now: wall clock."""
         first = beats[0] if beats else None
         if first is not None and first.phase in LONG_PHASES and first.since_s + first.silent_s < self.longest_s:
@@ -55,7 +55,7 @@ class RecorderSnapshot:
     beats: Sequence[Heartbeat] = ()
     """Last heartbeat of every rank."""
     status: str = ""
-    """Status in MLflow's words of a run that has ended."""
+    """Status of an ended run, named as in MLflow."""
 
 
 class RunSeries:
@@ -87,7 +87,7 @@ class RunSeries:
     def of_run(self, snapshot: RecorderSnapshot) -> list[Series]:
         """Series that exist once a run, and those that need a comparison of its ranks."""
         with self.state.lock:
-            self._long_phases.look(snapshot.beats, snapshot.now)
+            self._long_phases.update(snapshot.beats, snapshot.now)
             return [
                 *self._of_steps(),
                 *self._of_speed(),

@@ -110,7 +110,7 @@ class Window:
 
 
 class RunState:
-    """State of one attempt of a run, and of the attempts before it as far as `continue_from` and the ledger give it.
+    """State of one attempt of a run, and of earlier ones as far as `continue_from` and the ledger provide it.
 
     One thread takes messages. Others hold `lock` while they read. ledger: use of the run's time; None does not count
     it. flops_per_sample: as planned, until the workers have counted them. history: takes messages for the rules of
@@ -150,7 +150,7 @@ class RunState:
         self.events: deque[str] = deque(maxlen=MOST_EVENTS)
         """Last events of level warning or above."""
         self.status = self.verdict = ""
-        """How the run ended; empty while it lives."""
+        """Status of an ended run; empty while it is running."""
         self._evaluated_before: dict[str, float] = {}
         self._previous_step: int | None = None
         """Number of the previous step; None after a restart, whose first step may repeat it."""
@@ -180,7 +180,7 @@ class RunState:
                         self._history.take(message)
                     self._take_step(message)
                 case RankSample():
-                    self.ranks.hear(message)
+                    self.ranks.take_sample(message)
                 case EvaluationRecord():
                     self._take_evaluation(message)
                 case CheckpointRecord():
@@ -199,7 +199,7 @@ class RunState:
                     self.summaries[message.rank] = message
 
     def end(self, status: str, verdict: str = "") -> None:
-        """Store how the run ended. status: in MLflow's words."""
+        """Store the run's final status, named as in MLflow."""
         with self.lock:
             self.status, self.verdict = status, verdict
 
@@ -237,8 +237,8 @@ class RunState:
         config: Mapping[str, Any] | None = None,
         **facts: Any,
     ) -> LiveState:
-        """State as `live.json` has it. ranks: activity of the workers. config: of the run, by section. facts: fields
-        that messages lack."""
+        """State in the form of `live.json`. ranks: activity of the workers. config: of the run, by section. facts:
+        fields that messages lack."""
         with self.lock:
             last, checkpoint, goodput = self.last, self.checkpoint, self.goodput()
             metrics = {**self._evaluated_before, **self.evaluated}

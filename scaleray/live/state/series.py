@@ -1,4 +1,4 @@
-"""One value of a metric with its labels, as Prometheus takes it."""
+"""One value of a metric with its labels, in Prometheus' form."""
 
 from __future__ import annotations
 

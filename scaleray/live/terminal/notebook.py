@@ -1,5 +1,5 @@
-"""A training watched from Python: a table that changes in a notebook's cell, a live one on a terminal, nothing
-otherwise.
+"""Display of a training started from Python: a table that is updated in a notebook's cell or on a terminal, otherwise
+nothing.
 """
 
 from __future__ import annotations

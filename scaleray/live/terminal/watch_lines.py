@@ -43,7 +43,7 @@ def state_line(state: LiveState) -> str:
 
 
 def runs_table(states: Sequence[LiveState], *, width: int) -> RenderableType:
-    """All runs, a row each, with their alerts and the reasons of failures below."""
+    """Table with one row per run, with the alerts and the reasons for failures below."""
     if not states:
         return Text("no run is active here, and none has ended within the last hour")
     is_narrow, names = width < NARROW, _names(states)

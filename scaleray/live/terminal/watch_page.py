@@ -98,8 +98,8 @@ def watch_page(state: LiveState, *, width: int, where: str = "") -> RenderableTy
 
 
 def result_of(state: LiveState) -> str:
-    """Last value of the metric that a run is judged by, and its best value if that differs; nothing before the first
-    one."""
+    """Last value of the metric that measures the run's success, and its best value if that differs; nothing before the
+    first one."""
     if (last := state.metrics.get(state.judged_by)) is None:
         return ""
     words = f"{state.judged_by} {units.figure(last)}"

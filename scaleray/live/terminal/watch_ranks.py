@@ -19,7 +19,7 @@ NARROW = 60
 
 
 def ranks_table(state: LiveState, *, width: int) -> Table:
-    """A row a rank; of many, the silent, late and delayed ones, and the first ones."""
+    """Table with one row per rank; of many ranks, only the silent, late and delayed ones, and the first few."""
     is_narrow = width < NARROW
     has_late = any(rank.late_s is not None for rank in state.ranks)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))

@@ -77,7 +77,9 @@ def _cluster(node: Cluster, workers: int) -> Cluster:
     per_node = min(workers, node.gpus_per_node)
     num_nodes = math.ceil(workers / node.gpus_per_node)
     if num_nodes > 1 and node.network is None:
-        raise UsageError("the number of nodes", num_nodes, "the network between nodes is unknown")
+        raise UsageError.problem(
+            "The network between nodes", f"is unknown, and {workers} workers need {num_nodes} nodes"
+        )
     return replace(
         node,
         gpus_per_node=per_node,

@@ -78,9 +78,7 @@ def explain_hardware(name: str) -> list[str]:
         if transport is not None:
             lines += [f"transport.{key} = {value}" for key, value in transport.__dict__.items()]
         return [*lines, f"source: {entry.source}"]
-    raise UsageError(
-        "what to explain", name, "it must be constants, intervals, layouts, or the name of a GPU, link or network"
-    )
+    raise UsageError("WHAT", name, "it must be constants, intervals, layouts, or the name of a GPU, link or network")
 
 
 def explain_layouts(question: Question, *, rows: int) -> list[str]:

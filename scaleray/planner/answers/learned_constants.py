@@ -95,7 +95,7 @@ def learn(known: TeamPoints, model: ModelProfile, cluster: Cluster, *, key: str 
         others = ", ".join(sorted({point.gpu for point in known.points}))
         hint = f"omitted: {'; '.join(known.skipped[:3])}" if known.skipped else "plan for hardware that was measured"
         found = f"found points only on {others}" if known.points else "found no points"
-        raise UsageError.problem("--learn", f"{found}, and the plan is for {cluster.gpu.name}", hint)
+        raise UsageError.problem("--learn", f"{found}, but the plan is for {cluster.gpu.name}", hint)
     own = [point for point in on_gpu if point.model == key]
     points = own or on_gpu
     asked = [_Asked(point, model if point.model == key else known.profile(point.model), catalogue) for point in points]

@@ -52,8 +52,8 @@ def read_measurement(path: Path) -> Measurement | None:
         else:
             found, about = _of_run(record), record.environment
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
-        raise UsageError(
-            "--from-run", str(path), f"it is not a record of a study or run: {type(exc).__name__} {exc}"
+        raise UsageError.problem(
+            "--from-run", f"{path} is not a record of a study or run: {type(exc).__name__} {exc}"
         ) from exc
     names = (about.get("accelerators") or {}).get("names") or ()
     # missing in an old record, and in one of processors
@@ -68,10 +68,10 @@ def measurement_of(
     Raises ConfigError unless it was measured on GPUs of the cluster's type.
     """
     if found.num_gpus > cluster.gpus_per_node:
-        raise ConfigError(
+        raise ConfigError.problem(
             "--from-run",
-            f"{found.num_gpus} workers",
-            f"a measurement must fit on one node of {cluster.gpus_per_node} GPUs",
+            f"was measured on {found.num_gpus} workers: a measurement must fit on one node of "
+            f"{cluster.gpus_per_node} GPUs",
         )
 
     def part(one: Measurement) -> tuple[Layout, Cluster]:

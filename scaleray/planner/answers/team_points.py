@@ -49,7 +49,7 @@ class TeamPoint:
 
     @property
     def layout(self) -> Layout:
-        """How the model was distributed."""
+        """Layout of the model."""
         sharding = traits_of(self.strategy).sharding
         return Layout(
             data=self.workers,
@@ -142,7 +142,7 @@ def _check_config(config: Mapping[str, Any]) -> None:
         raise UsageError("compression.name", method, "the cost of compression is unknown")
     tuning = config.get("fine_tuning") or {}
     if tuning.get("lora_rank") or tuning.get("freeze"):
-        raise UsageError("fine_tuning", "frozen parameters", "the planner counts a gradient for every parameter")
+        raise UsageError.problem("fine_tuning", "freezes parameters: the planner counts a gradient for every parameter")
 
 
 def _why_not(point: Point) -> str:

@@ -10,7 +10,7 @@ PRECISION = 1e-6
 
 
 def even_cuts(model: ModelProfile, num_stages: int) -> list[int]:
-    """Where to cut the list of blocks so that each stage has the same number of repeated ones."""
+    """Positions at which to cut the list of blocks so that each stage has the same number of repeated ones."""
     singles = [block.count > 1 for block in model.blocks for _ in range(block.count)]
     if not any(singles):
         singles = [True] * len(singles)
@@ -32,7 +32,7 @@ def balanced_cuts(costs: list[float], num_stages: int) -> list[int]:
 
 
 def filled_cuts(costs: list[float], num_stages: int) -> list[int]:
-    """Where to cut `costs` into stages that each take blocks until the running sum exceeds their share of the total."""
+    """Positions at which to cut `costs` into stages that each take blocks until the running sum exceeds their share."""
     starts, total, so_far = [0], sum(costs), 0.0
     for index, cost in enumerate(costs):
         so_far += cost

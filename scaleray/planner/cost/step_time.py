@@ -191,7 +191,7 @@ def _stages(
 def _cuts(
     layout: Layout, model: ModelProfile, cluster: Cluster, measured: Measured, fused: bool, constants: Constants
 ) -> list[int]:
-    """Where the pipeline cuts the model's blocks, each counted as often as it is repeated."""
+    """Positions at which the pipeline cuts the model's blocks, each counted as often as it is repeated."""
     works = [(one.count, block_work(layout, one, model, cluster, measured, fused, constants)) for one in model.blocks]
     return balanced_cuts([one.total_s for count, one in works for _ in range(count)], layout.pipeline)
 

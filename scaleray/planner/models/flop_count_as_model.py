@@ -15,7 +15,9 @@ def read_profile(path: Path) -> ModelProfile:
     try:
         return from_workload(WorkloadProfile.from_json(path.read_text()), name=path.stem)
     except (OSError, ValueError) as exc:  # pydantic's errors are ValueErrors
-        raise UsageError("--profile", str(path), f"it cannot be read as a counted workload: {first_line(exc)}") from exc
+        raise UsageError.problem(
+            "--profile", f"{path} cannot be read as a counted workload: {first_line(exc)}"
+        ) from exc
 
 
 def from_workload(profile: WorkloadProfile, *, name: str) -> ModelProfile:

@@ -140,10 +140,9 @@ def usual_mixture(num_params: float, active_params: float, *, sequence: int, voc
         if dense > 0.2 * active_params:
             break
     else:
-        raise UsageError(
-            "model",
-            f"{num_params:.3g} parameters, {active_params:.3g} of them active",
-            "no common mixture of experts has these sizes",
+        raise UsageError.problem(
+            "No common mixture of experts",
+            f"has {num_params:.3g} parameters, {active_params:.3g} of them active",
             "give its shape",
         )
     base = usual_shape(active_params, sequence=sequence, vocab=vocab)

@@ -168,6 +168,6 @@ def _bars(
         finish(ax)
         ax.set_xlim(left=0)
         drawing.plain_axis(ax.xaxis)
-        drawing.legend_beside(ax, "")
+        drawing.legend_right(ax, "")
 
     return draw(name, title, caption, paint, is_wide=True, height_in=max(LEAST_HEIGHT_IN, 1.1 + 0.42 * len(rows)))

@@ -142,7 +142,7 @@ def _parts_by_rank(profile: RunProfile) -> Drawing:
         ax.grid(axis="y", visible=False)
         drawing.plain_axis(ax.xaxis)
         ax.set(xlabel="ms per step, mean", ylabel="rank")
-        drawing.legend_beside(ax, "")
+        drawing.legend_right(ax, "")
 
     left_out = f" The {len(ranks)} slowest of {len(profile.ranks)} ranks." if len(ranks) < len(profile.ranks) else ""
     closing = (

@@ -87,7 +87,7 @@ def _take_from_operator(own: Ints, parent: Ints, is_operator: np.ndarray, event:
 
 
 def _inherit(column: Ints, parent: Ints, events: Ints) -> None:
-    """Give each event without a value that of its enclosing event; `events` lists outer ones first."""
+    """Assign to each event without a value that of its enclosing event; `events` lists outer ones first."""
     for event in events.tolist():
         if column[event] == NONE and parent[event] != NONE:
             column[event] = column[parent[event]]

@@ -122,7 +122,7 @@ class _Text:
             self.is_whole = True
             raise self._cut_off() from exc
         except OSError as exc:  # gzip's BadGzipFile
-            raise TraceError(self.name, "unreadable", f"a trace is JSON or gzip: {exc}", AGAIN) from exc
+            raise TraceError.problem(self.name, f"cannot be read as JSON or gzip: {exc}", AGAIN) from exc
         self.is_whole = not piece
         self.text, self.at = self.text[self.at :] + self.decode(piece, final=self.is_whole), 0
         return not self.is_whole
@@ -137,9 +137,12 @@ class _Text:
 
     def _cut_off(self) -> TraceError:
         return TraceError(
-            self.name, f"cut off after event {self.num_elements}", "a whole trace ends with its closing brackets", AGAIN
+            self.name,
+            f"cut off after event {self.num_elements}",
+            "a complete trace ends with its closing brackets",
+            AGAIN,
         )
 
     def broken(self, why: str) -> TraceError:
         """Return the error for a file that is not JSON."""
-        return TraceError(self.name, f"not JSON after event {self.num_elements} ({why})", "a trace is JSON", AGAIN)
+        return TraceError.problem(self.name, f"is not valid JSON after event {self.num_elements}: {why}", AGAIN)

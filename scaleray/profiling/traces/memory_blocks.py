@@ -119,7 +119,7 @@ def read_snapshot(file: BinaryIO, name: str) -> MemorySnapshot:
             _ADVICE,
         ) from exc
     if not any(blocks):
-        raise TraceError(name, "a snapshot without blocks", "a device in use has some", _ADVICE)
+        raise TraceError.problem(name, "has no memory blocks: a device in use has some", _ADVICE)
     grows = [bool(segment.get("is_expandable")) for segment in segments]
     return MemorySnapshot(name, values.get("rank"), blocks, grows)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO
 
 from scaleray.profiling.traces.json_stream import read_object
-from scaleray.profiling.traces.meetings import Meeting
+from scaleray.profiling.traces.matched_collectives import MatchedCollective
 from scaleray.profiling.traces.trace import Trace
 from scaleray.profiling.traces.trace_clocks import Clocks
 
@@ -22,7 +22,7 @@ _ARROWS_PER_RANK = 1_000_000_000
 def merge(
     ranks: Mapping[int, tuple[Trace, BinaryIO]],
     clocks: Clocks,
-    meetings: Sequence[Meeting],
+    meetings: Sequence[MatchedCollective],
     write: Callable[[str], object],
 ) -> None:
     """Write the traces of all ranks as one. Files: those that the traces were read from, positioned at the start."""
@@ -50,7 +50,7 @@ def merge(
     write("\n]}\n")
 
 
-def _ends(meeting: Meeting, clocks: Clocks) -> dict[int, str]:
+def _ends(meeting: MatchedCollective, clocks: Clocks) -> dict[int, str]:
     """Role of each rank's part in the arrow, as in the trace-event format: start, intermediate step, or finish.
 
     Ordered on the common clock: an arrow that ends before its start is dropped.
@@ -96,7 +96,7 @@ class _Mover:
             self.seen.setdefault((process, thread), None)
         self.sink.put(event)
 
-    def arrow_end(self, trace: Trace, meeting: Meeting, number: int, end: str) -> None:
+    def arrow_end(self, trace: Trace, meeting: MatchedCollective, number: int, end: str) -> None:
         """Write this rank's end of the arrow through all parts of a collective, see `_ends`."""
         part = meeting.parts[self.rank]
         process, thread = list(self.seen)[trace.thread[part.event]]

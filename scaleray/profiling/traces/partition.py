@@ -76,10 +76,9 @@ def marked_steps(trace: Trace) -> Steps:
     is_mark = np.array([name.startswith(STEP) for name in trace.names])[trace.name]
     marks = np.flatnonzero(is_mark & trace.is_category(ANNOTATION, CPU_OP))
     if not len(marks):
-        raise TraceError(
+        raise TraceError.problem(
             trace.file,
-            "a trace without step marks",
-            "its steps are events named ProfilerStep#N",
+            "has no step marks, events named ProfilerStep#N",
             "call `step()` of torch.profiler after each step, or trace with: scaleray profile -c FILE --trace",
         )
     marks = marks[np.argsort(trace.start[marks])]
@@ -91,10 +90,10 @@ def marked_steps(trace: Trace) -> Steps:
     if overlapping > CLOSES_WITHIN * span or largest_gap > MISSING * np.median(end - start):
         what = "overlap" if overlapping > CLOSES_WITHIN * span else "leave gaps"
         share = (overlapping if what == "overlap" else span - marked) / span
-        raise TraceError(
+        raise TraceError.problem(
             trace.file,
-            f"a trace whose step marks {what}, by {100 * share:.0f} % of their time",
-            f"steps must be consecutive, with less than {MISSING:.0%} of a step between two",
+            f"has step marks that {what} for {100 * share:.0f} % of their time: steps must be consecutive, with "
+            f"gaps of less than {MISSING:.0%} of a step",
             "give a trace of one rank with consecutive steps, or a folder of traces for several ranks",
         )
     numbers = tuple(int(trace.name_of(mark)[len(STEP) :].split()[0]) for mark in marks.tolist())
@@ -124,10 +123,10 @@ def partition_of(trace: Trace, steps: Steps) -> Partition:
         communication_ns=length(communication),
     )
     if partition.closes_within > CLOSES_WITHIN:
-        raise TraceError(
+        raise TraceError.problem(
             trace.file,
-            f"a trace whose parts differ from its steps by {100 * partition.closes_within:.1f} %",
-            f"they must agree within {100 * CLOSES_WITHIN:.0f} %",
+            f"has parts that differ from its steps by {100 * partition.closes_within:.1f} %: they must agree "
+            f"within {100 * CLOSES_WITHIN:.0f} %",
             "this is a bug in scaleray: keep the trace and report it",
         )
     return partition

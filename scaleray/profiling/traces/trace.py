@@ -117,10 +117,9 @@ def read_trace(file: BinaryIO, name: str) -> Trace:
             "read it with a newer scaleray, or trace with the version of torch in scaleray's constraints",
         )
     if not columns.start:
-        raise TraceError(
+        raise TraceError.problem(
             name,
-            "a trace without events",
-            "it needs operators or kernels",
+            "has no operators and no kernels",
             "make sure that torch.profiler was active in a step before the export",
         )
     return columns.as_trace(name, values)

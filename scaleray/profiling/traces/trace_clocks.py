@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scaleray.profiling.traces.meetings import Meeting
+from scaleray.profiling.traces.matched_collectives import MatchedCollective
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def clocks_from_barriers(left_at: Mapping[int, Sequence[int]]) -> Clocks:
     return _clocks({rank: np.array(moments) - first for rank, moments in left_at.items()}, "barriers")
 
 
-def clocks_from_meetings(meetings: Sequence[Meeting], ranks: Sequence[int]) -> Clocks:
+def clocks_from_collectives(meetings: Sequence[MatchedCollective], ranks: Sequence[int]) -> Clocks:
     """Return the clocks from the ends of collectives in which the first rank took part."""
     first = min(ranks)
     ends: dict[int, list[int]] = {rank: [] for rank in ranks}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from scaleray.errors import TraceError
 from scaleray.profiling.traces.host import host_of
 from scaleray.profiling.traces.launches import Launches, Queue, StreamPauses, launches_of, pauses_of, queues_of
-from scaleray.profiling.traces.meetings import Meeting, collectives_of, join, lateness_ns
+from scaleray.profiling.traces.matched_collectives import MatchedCollective, collectives_of, join, lateness_ns
 from scaleray.profiling.traces.partition import Partition, marked_steps, partition_of
 from scaleray.profiling.traces.time_shares import (
     ModuleShare,
@@ -19,7 +19,7 @@ from scaleray.profiling.traces.time_shares import (
     total_flops,
 )
 from scaleray.profiling.traces.trace import Trace
-from scaleray.profiling.traces.trace_clocks import Clocks, clocks_from_barriers, clocks_from_meetings
+from scaleray.profiling.traces.trace_clocks import Clocks, clocks_from_barriers, clocks_from_collectives
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class TraceReport:
     """Whether all of them were matched by NCCL's own number."""
     late_ns: Mapping[int, float] = field(default_factory=dict)
     """Median delay of each rank behind the first at a collective."""
-    meetings: list[Meeting] = field(default_factory=list, repr=False)
+    meetings: list[MatchedCollective] = field(default_factory=list, repr=False)
 
 
 def report_on(traces: Mapping[int, Trace], *, peak_flops: Mapping[int, float | None] | None = None) -> TraceReport:
@@ -78,7 +78,7 @@ def report_on(traces: Mapping[int, Trace], *, peak_flops: Mapping[int, float | N
     if len(traces) > 1 and all(left_at.values()):
         clocks = clocks_from_barriers({rank: moments for rank, moments in left_at.items() if moments})
     else:
-        clocks = clocks_from_meetings(meetings, sorted(traces))
+        clocks = clocks_from_collectives(meetings, sorted(traces))
     met = sum(len(meeting.parts) for meeting in meetings)
     return TraceReport(
         ranks=ranks,
@@ -98,10 +98,9 @@ def ranks_of(traces: list[Trace]) -> dict[int, Trace]:
     for trace in traces:
         rank = trace.rank
         if rank is None and len(traces) > 1:
-            raise TraceError(
-                f"the rank of {trace.file}",
-                "missing in it",
-                "with several traces, each needs its rank in distributedInfo",
+            raise TraceError.problem(
+                trace.file,
+                "has no rank in distributedInfo, which each of several traces needs",
                 "trace after torch.distributed is initialised, or give this file alone",
             )
         if (rank or 0) in by_rank:
@@ -138,12 +137,14 @@ def check_together(traces: Mapping[int, Trace]) -> None:
         if trace.own.get("torch") != first.own.get("torch"):
             versions = [one.own.get("torch", "unknown") for one in (trace, first)]
             raise TraceError.problem(
-                trace.file, f"is from torch {versions[0]} but {first.file} from {versions[1]}", "give traces of one run"
+                trace.file,
+                f"is from torch {versions[0]}, but {first.file} is from {versions[1]}",
+                "give traces of one run",
             )
         if (found := marked_steps(trace).numbers) != steps:
             raise TraceError.problem(
                 trace.file,
-                f"has steps {list(found)} but {first.file} has {list(steps)}",
+                f"has the steps {list(found)}, but {first.file} has {list(steps)}",
                 "collectives are matched by step: give traces of the same steps",
             )
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from scaleray.profiling.links import in_words, slow_link, why_not
 from scaleray.profiling.verdict.findings import Finding, Limit, Verdict
 from scaleray.profiling.verdict.signals import OWN, Facts, LateAt, Signals
-from scaleray.profiling.verdict.verdict import judge
+from scaleray.profiling.verdict.verdict import evaluate
 from scaleray.profiling.verdict.verdict_text import sentence_of
 from scaleray.records.json_record import leaves
 from scaleray.records.phases import Phase
@@ -32,7 +32,7 @@ def verdict_of_run(record: RunRecord) -> Verdict:
         words = "incomplete: the run has no profile."
         return Verdict(Finding(Limit.INCOMPLETE, None), (), words, "unsure", 0, 0.0)
     facts = facts_of(record, device=profile.ranks[0].device)
-    verdict = judge(signals_of(profile), facts)
+    verdict = evaluate(signals_of(profile), facts)
     return with_links(dataclasses.replace(verdict, notes=(*verdict.notes, *profile.notes)), profile, facts)
 
 

@@ -18,7 +18,7 @@ from scaleray.profiling.verdict.findings import Finding, Limit, Verdict
 from scaleray.profiling.verdict.predicted_step import Replay, moved_to_host, replay_of, taken_out
 from scaleray.profiling.verdict.signals import Facts, Signals
 from scaleray.profiling.verdict.stragglers import Stragglers, stragglers_of
-from scaleray.profiling.verdict.verdict_text import evidence_of, not_told, sentence_of, straggler_place, waiting_ranks
+from scaleray.profiling.verdict.verdict_text import evidence_of, sentence_of, straggler_place, unanswered, waiting_ranks
 from scaleray.records.phases import Phase
 
 # Uncertainty of a share of the time, as steps vary: blocks of consecutive steps are resampled.
@@ -81,7 +81,7 @@ class _Costs:
     stragglers: Stragglers | None
 
 
-def judge(signals: Signals, facts: Facts) -> Verdict:
+def evaluate(signals: Signals, facts: Facts) -> Verdict:
     """Return the verdict on the steps of these signals."""
     reason = _why_not(signals)
     if reason:
@@ -104,7 +104,7 @@ def judge(signals: Signals, facts: Facts) -> Verdict:
         signals.num_steps,
         float(costs.times.mean()),
         shares,
-        tuple(not_told(signals, facts)),
+        tuple(unanswered(signals, facts)),
     )
     return dataclasses.replace(verdict, sentence=sentence_of(verdict, facts))
 

@@ -75,7 +75,7 @@ def waiting_ranks(signals: Signals) -> tuple[int, ...]:
 
 
 def evidence_of(limit: Limit, signals: Signals, stragglers: Stragglers | None, cause: str) -> str:
-    """Evidence of a finding in a few words; "" if its share says enough."""
+    """Evidence of a finding as short text; "" if its share is sufficient."""
     if limit is Limit.COMMUNICATION:
         speed = f" at {signals.bus_bandwidth / 1e9:.3g} GB/s" if signals.bus_bandwidth else ""
         return f"{signals.last_operation} comes last{speed}" if signals.last_operation else speed.strip()
@@ -98,7 +98,7 @@ def evidence_of(limit: Limit, signals: Signals, stragglers: Stragglers | None, c
     return ""
 
 
-def not_told(signals: Signals, facts: Facts) -> Iterator[str]:
+def unanswered(signals: Signals, facts: Facts) -> Iterator[str]:
     """Questions that the signals cannot answer."""
     if facts.workers > 1 and signals.waits is None:
         yield "communication and stragglers: waiting for collectives was not measured"

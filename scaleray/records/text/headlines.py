@@ -45,7 +45,7 @@ def study_headline(record: StudyRecord) -> str:
 def worth_using(curve: Curve) -> CurvePoint:
     """The smallest worthwhile number of workers: beyond it, twice as many are not certainly MUCH_FASTER.
 
-    Certainty is judged by the intervals: the slower end of the larger size is compared with the value of the smaller
+    Certainty follows from the intervals: the slower end of the larger size is compared with the value of the smaller
     one.
     """
     chosen = curve.points[0]

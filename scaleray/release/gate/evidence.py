@@ -33,7 +33,6 @@ from scaleray.release.gates.convergence import Learning
 from scaleray.release.gates.equality import NamedCertificate
 from scaleray.release.gates.operations import faults_survived
 
-NO_CERTIFICATE = f"it holds no {CERTIFICATE} of `scaleray verify`"
 READERS = 8
 """Number of neighbouring folders read concurrently, since a bucket answers each request slowly."""
 MOST_NEIGHBOURS = 500
@@ -64,7 +63,7 @@ def training(found: FoundRun) -> RunRecord:
     if not isinstance(found.record, RunRecord):
         kind = "a study" if isinstance(found.record, StudyRecord) else "a sweep"
         hint = "for a study alone: scaleray gate STUDY; with trainings, give it with --study"
-        raise UsageError(found.where, kind, "gates apply to trainings, or to one study", hint)
+        raise UsageError.problem("RUN", f"{found.where} is {kind}: gates apply to trainings, or to one study", hint)
     return found.record
 
 
@@ -126,8 +125,8 @@ def refuse_twice(candidates: Sequence[FoundRun], baselines: Sequence[FoundRun] =
         for name in filter(None, {one.where, training(one).run_id}):
             if name in known:
                 both = side != known[name]
-                allowed = "it cannot be both candidate and baseline" if both else f"it is given twice, as {side}"
-                raise UsageError("a run", one.where, allowed)
+                text = "cannot be both candidate and baseline" if both else f"is given twice, as {side}"
+                raise UsageError.problem("RUN", f"{one.where} {text}")
         known |= dict.fromkeys(filter(None, (one.where, training(one).run_id)), side)
 
 
@@ -277,7 +276,9 @@ def _certificate(where: str, text: bytes) -> NamedCertificate:
     try:
         record = EqualityCertificate.from_json(text)
     except ValueError as exc:
-        raise TrackingError("--certificates", where, f"{NO_CERTIFICATE}: {first_problem(exc)}") from exc
+        raise TrackingError.problem(
+            "--certificates", f"{where} has no {CERTIFICATE} of `scaleray verify`: {first_problem(exc)}"
+        ) from exc
     return NamedCertificate(record, where, hashlib.sha256(text).hexdigest())
 
 
@@ -293,7 +294,9 @@ def _named_certificate(name: str) -> NamedCertificate:
     try:
         return _certificate(place.root, place.read(file))
     except OSError as exc:
-        raise TrackingError("--certificates", without_password(name), f"{NO_CERTIFICATE}: {exc}") from exc
+        raise TrackingError.problem(
+            "--certificates", f"{without_password(name)} has no {CERTIFICATE} of `scaleray verify`: {exc}"
+        ) from exc
 
 
 def _certificates(beside: Sequence[_Neighbour]) -> list[NamedCertificate]:

@@ -18,8 +18,8 @@ from scaleray.records.gates import GateRecord
 from scaleray.records.study_record import StudyRecord
 from scaleray.release.gate.as_recorded import runs_as_recorded, study_as_recorded
 from scaleray.release.gate.evidence import Evidence, alerts_of, certificates_for, collect, learning, target_of, training
-from scaleray.release.gate.of_promoted import OF_PROMOTED, judge_promoted, registered
-from scaleray.release.gate.of_study import equality_of, judge_study
+from scaleray.release.gate.of_promoted import OF_PROMOTED, evaluate_promoted, registered
+from scaleray.release.gate.of_study import equality_of, evaluate_study
 from scaleray.release.gate.policy_file import read_policy
 from scaleray.release.gates import convergence, data_fingerprint, equality, operations, scaling
 from scaleray.release.gates.environment import facts_of_environment, facts_of_run, unlike
@@ -58,35 +58,41 @@ def gate(
     version = registered(baselines)
     if version is not None:
         if study or facts:
-            option, value = ("--study", study) if study else ("--certificates", " ".join(facts))
-            allowed = f"against a registered version it has no effect: the gates are {', '.join(OF_PROMOTED)}"
-            raise UsageError(option, value, allowed, "leave it out, or name runs with --against")
-        return judge_promoted(names, version, days=days, policy=policy, gates=gates, uri=uri)
+            option = "--study" if study else "--certificates"
+            raise UsageError.problem(
+                option,
+                f"has no effect with a registered version, whose gates are {', '.join(OF_PROMOTED)}",
+                "omit it, or name runs with --against",
+            )
+        return evaluate_promoted(names, version, days=days, policy=policy, gates=gates, uri=uri)
     if days is not None:
-        raise UsageError("--days", days, "it applies only against a registered version", "--against NAME@ALIAS")
+        raise UsageError.problem("--days", "requires a registered version", "--against NAME@ALIAS")
     if not names:
         raise UsageError.problem("Give", "the RUN of a training or a study", "scaleray gate RUN --against BASELINE")
     gates = GATES if gates is None else gates
     for name in gates:
         if name not in GATES:
-            raise ConfigError("--gates", name, f"gates are {', '.join(GATES)}")
+            raise ConfigError("--gates", name, f"it must be one of {', '.join(GATES)}")
     held = read_policy(policy)
     first = find_run(names[0], uri=uri)
     if isinstance(first.record, StudyRecord) and len(names) == 1:
         if baselines or study:
-            allowed = "a study has no baseline or study of its own"
-            raise UsageError("the study", names[0], allowed, "give RUN, and the study with --study")
+            raise UsageError.problem(
+                "RUN",
+                f"{names[0]} is a study, which takes no --against and no --study",
+                "give a training as RUN, and the study with --study",
+            )
         named = str(policy) if isinstance(policy, (str, Path)) else None
-        return judge_study(first, held, certificates_for(first, facts), gates=gates, policy_name=named, uri=uri)
+        return evaluate_study(first, held, certificates_for(first, facts), gates=gates, policy_name=named, uri=uri)
     evidence = collect([first, *names[1:]], against=baselines, study=study, certificates=facts, uri=uri)
-    record = judge_evidence(evidence, held, gates=gates, uri=uri)
+    record = evaluate_evidence(evidence, held, gates=gates, uri=uri)
     asked_again = [
         dataclasses.replace(result, command=_command(evidence, policy, study, result.gate)) for result in record.gates
     ]
     return dataclasses.replace(record, gates=asked_again)
 
 
-def judge_evidence(
+def evaluate_evidence(
     evidence: Evidence,
     policy: Policy,
     *,

@@ -20,8 +20,8 @@ from scaleray.records.gates import GateRecord
 from scaleray.records.json_record import leaves
 from scaleray.records.run_record import RunRecord
 from scaleray.release.gate.evidence import Evidence, learning, refuse_twice, target_of, training
-from scaleray.release.gate.kept_evidence import EVIDENCE, read_evidence
 from scaleray.release.gate.policy_file import read_policy
+from scaleray.release.gate.stored_evidence import EVIDENCE, read_evidence
 from scaleray.release.gates import convergence, drift
 
 OF_PROMOTED = (drift.SPEED, convergence.GATE, drift.DATA)
@@ -52,7 +52,7 @@ def _is_folder(name: str) -> bool:
     return any(Path(place.root).exists() for place in places_of(name))
 
 
-def judge_promoted(
+def evaluate_promoted(
     runs: Sequence[str],
     version: Named,
     *,
@@ -68,8 +68,7 @@ def judge_promoted(
     and TrackingError."""
     for name in gates or ():
         if name not in OF_PROMOTED:
-            allowed = f"against a registered version the gates are {', '.join(OF_PROMOTED)}"
-            raise ConfigError("--gates", name, allowed)
+            raise ConfigError("--gates", name, f"it must be one of {', '.join(OF_PROMOTED)} with a registered version")
     if days is not None and days <= 0:
         raise UsageError("--days", days, "it must be above 0")
     kept, held = read_evidence(fetch_model(str(version), uri=uri).parents[len(MODEL.parts) - 1] / EVIDENCE)

@@ -22,7 +22,7 @@ from scaleray.release.gates.policy import Policy
 OF_STUDY = (equality.GATE, scaling.GATE)
 
 
-def judge_study(
+def evaluate_study(
     found: FoundRun,
     policy: Policy,
     certificates: Sequence[NamedCertificate],
@@ -36,8 +36,12 @@ def judge_study(
     assert isinstance(study, StudyRecord)
     asked = [gate for gate in OF_STUDY if gate in gates]
     if not asked:
-        allowed = f"studies support only the gates {' and '.join(OF_STUDY)}"
-        raise UsageError("--gates", ",".join(gates), allowed, "for others, name a training RUN")
+        raise UsageError(
+            "--gates",
+            ",".join(gates),
+            f"a study has only the gates {' and '.join(OF_STUDY)}",
+            "for others, name a training RUN",
+        )
     largest = _largest(study, policy)
     now = time.time()
     results = [
@@ -67,9 +71,12 @@ def judge_study(
 def _largest(study: StudyRecord, policy: Policy) -> Point:
     points = [one.point for curve in study.curves if curve.mode == policy.scaling.mode for one in curve.points]
     if not points:
-        allowed = f"it has no curve of {policy.scaling.mode} scaling, which the policy requires (scaling.mode)"
         command = f"{study.command or 'scaleray study -c FILE'} --mode {policy.scaling.mode}"
-        raise UsageError("the study", study.name, allowed, command)
+        raise UsageError.problem(
+            "The study",
+            f"{study.name} has no curve of {policy.scaling.mode} scaling, which the policy requires (scaling.mode)",
+            command,
+        )
     return max(points, key=lambda point: point.workers)
 
 

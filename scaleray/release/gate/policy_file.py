@@ -24,18 +24,17 @@ def read_policy(path: str | Path | Mapping[str, Any] | None) -> Policy:
     try:
         values, lines = load_yaml_with_lines(place.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError("policy file", str(path), "it does not exist", "--policy names a YAML file") from None
+        raise ConfigError.problem("policy file", f"{path} does not exist", "--policy names a YAML file") from None
     except (OSError, ValueError) as exc:
-        problem = first_line(exc)
-        raise ConfigError("policy file", str(path), f"it cannot be read: {problem}") from exc
+        raise ConfigError.problem("policy file", f"{path} cannot be read: {first_line(exc)}") from exc
     return policy_of(values, where=str(path), lines=lines)
 
 
 def policy_of(values: Any, *, where: str, lines: Mapping[str, int] | None = None) -> Policy:
     """Policy from plain values, sections with keys. where: name of the source in messages. lines: line of each key."""
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"policy {where}", "not a mapping", f"it must hold the sections {', '.join(Policy.model_fields)}"
+        raise ConfigError.problem(
+            f"policy {where}", f"is not a mapping with the sections {', '.join(Policy.model_fields)}"
         )
     try:
         return Policy.model_validate(values)
@@ -49,7 +48,7 @@ def policy_of(values: Any, *, where: str, lines: Mapping[str, int] | None = None
             known = _known_keys()
             near = near_words(key, known)
             hint = f"did you mean {near[0]}?" if near else f"keys are {', '.join(known)}"
-            raise ConfigError(f"policy {where} {key}", "an unknown key", "only known keys are allowed", hint) from exc
+            raise ConfigError.problem(f"policy {where} {key}", "is an unknown key", hint) from exc
         message = problem["msg"].removeprefix("Value error, ").rstrip(".")
         allowed = f"that is not allowed: {message[0].lower()}{message[1:]}"
         raise ConfigError(f"policy {where} {key}", problem.get("input"), allowed) from exc

@@ -1,6 +1,6 @@
 """The gate `fingerprint`: candidate and baseline are the same code on the same data in the same kind of environment.
 
-Different keys of the config are named but not judged, since training on more workers changes some of them. Only the
+Different config keys are reported but not evaluated, since training on more workers changes some of them. Only the
 workload and its data must be the same."""
 
 from __future__ import annotations

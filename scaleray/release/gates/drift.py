@@ -1,5 +1,5 @@
-"""Do recent runs still match those of a promoted model in speed and data? Answered like gates; `convergence` evaluates
-how they learn. Byte-identical data needs no further check.
+"""Gates `speed` and `data`: do recent runs still match those of a promoted model? `convergence` evaluates how they
+learn. Byte-identical data needs no further check.
 
 Columns are compared by the shares of their rows, for any distribution. A check passes if the largest difference of
 shares is below the margin by the noise of a share, and fails if it is above the margin by the noise of the largest

@@ -1,8 +1,8 @@
 """The gate `scaling`: the efficiency of a number of workers, by a scaling study, is above the policy's limit.
 
-The lower end of an interval counts, so that one lucky turn does not pass. It is `SUCCESSIVE` times as far away as that
-of the study's 95 % interval, since turns are successive, and with 3 skewed turns of one worker and 30 of four 6.5 %
-passed."""
+The lower end of an interval counts, so that one lucky measurement does not pass. It is `SUCCESSIVE` times as far away
+as that of the study's 95 % interval, since measurements are successive: with 3 skewed ones of one worker and 30 of
+four, 6.5 % passed."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _power(noise: Runs, limit: float) -> float:
 
 
 def _turns_needed(noise: Runs, limit: float) -> int | None:
-    """Smallest number of measurements that passes 9 times of 10; None if there is none."""
+    """Smallest number of measurements with which the check passes 9 times of 10; None if there is none."""
     if noise.mean <= math.log(limit):
         return None
     return runs_needed(lambda turns: turns > 1 and _power(noise.repeated(turns), limit) >= POWER)

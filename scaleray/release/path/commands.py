@@ -43,7 +43,7 @@ class Outcome:
 def ran(path: PathRecord, task: PathTask, words: Sequence[str]) -> Outcome:
     """Run a command and return its outcome. An interrupted training resumes."""
     folder = folder_of(words)
-    code, printed, said = run_command(going_on(words), log=log_of(path, task))
+    code, printed, said = run_command(current_command(words), log=log_of(path, task))
     figures = of_training(folder, path.target) if code == 0 and folder is not None else {}
     place = str((printed.get("written") or {}).get("folder") or "")
     summary = str(printed.get("summary") or "")[:MOST_WORDS]
@@ -97,7 +97,7 @@ def _last_words(said: str) -> str:
     return (errors or lines or ["it logged nothing"])[-1][:MOST_WORDS]
 
 
-def going_on(words: Sequence[str]) -> list[str]:
+def current_command(words: Sequence[str]) -> list[str]:
     """The command, or, for an interrupted training, the one that resumes it."""
     folder = folder_of(words)
     if folder is None or not (folder / "run.json").is_file():

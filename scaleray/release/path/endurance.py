@@ -39,7 +39,7 @@ LIMIT_S = 3600.0
 """Seconds to wait for a checkpoint of a training."""
 
 
-def killed_and_gone_on(path: PathRecord, task: PathTask, words: Sequence[str]) -> Outcome:
+def killed_and_resumed(path: PathRecord, task: PathTask, words: Sequence[str]) -> Outcome:
     """Kill a training once it has a checkpoint, continue it, and compare its end with that of an undisturbed one."""
     folder = folder_of(words)
     assert folder is not None
@@ -111,7 +111,7 @@ def _compared(path: PathRecord, folder: Path) -> Outcome:
     return Outcome(int(apart > allowed), words, finite(figures), str(folder))
 
 
-def judged_soak(path: PathRecord, outcome: Outcome, words: Sequence[str]) -> Outcome:
+def evaluated_soak(path: PathRecord, outcome: Outcome, words: Sequence[str]) -> Outcome:
     """Check a long training after its end: alerts, steps that were not finite, and drift of its speed."""
     folder = folder_of(words)
     record = None if folder is None else record_in(folder)

@@ -13,13 +13,13 @@ from scaleray.errors import UsageError
 from scaleray.records.path_record import OVER, STEPS, PathDecision, PathRecord, PathTask
 from scaleray.records.run_record import Say
 from scaleray.records.start import steady_time
-from scaleray.release.path.commands import Outcome, folder_of, going_on, held, ran
-from scaleray.release.path.endurance import judged_soak, killed_and_gone_on
+from scaleray.release.path.commands import Outcome, current_command, folder_of, held, ran
+from scaleray.release.path.endurance import evaluated_soak, killed_and_resumed
 from scaleray.release.path.path_state import find_path, locked, write
 from scaleray.release.path.runbook import write_runbook
 from scaleray.release.path.tasks import DECIDE, STUDY, SWEEP, filled, log_of, tasks_of
 
-ANEW = "--force"
+FORCE = "--force"
 """Option of a study that reuses no earlier measurements."""
 
 
@@ -42,7 +42,8 @@ def next_on_path(name: str | None = None, *, until: str | None = None, say: Say 
 
 
 def steps_ahead(name: str | None = None, *, until: str | None = None) -> list[PathTask]:
-    """The next task of a path, or all open ones until a step is done or a person must decide, without running them. //
+    """The next task of a path, or all open ones until a step is done or a person must decide, without running them.
+
     The first has its current command; later ones need the results of earlier ones."""
     last = STEPS.index(_step(until)) if until is not None else None
     path, found = find_path(name), list[PathTask]()
@@ -51,7 +52,7 @@ def steps_ahead(name: str | None = None, *, until: str | None = None) -> list[Pa
             continue
         if last is not None and STEPS.index(task.step) > last:
             break
-        found.append(task if found else replace(task, ran=going_on(filled(path, task.command))))
+        found.append(task if found else replace(task, ran=current_command(filled(path, task.command))))
         if until is None or task.act == "decide":
             break
     return found
@@ -59,7 +60,7 @@ def steps_ahead(name: str | None = None, *, until: str | None = None) -> list[Pa
 
 def _step(name: str) -> str:
     if name not in STEPS:
-        raise UsageError("--until", name, f"steps are {', '.join(STEPS)}")
+        raise UsageError("--until", name, f"it must be one of {', '.join(STEPS)}")
     return name
 
 
@@ -67,7 +68,7 @@ def skip_on_path(task: str, reason: str, *, name: str | None = None) -> PathReco
     """Skip a task, with a reason shown in the status. Raises UsageError for an unknown one."""
     path = find_path(name)
     if not reason.strip():
-        raise UsageError("--reason", reason or None, "give the reason to readers of the path")
+        raise UsageError("--reason", None, "readers of the path see it")
     with locked(path) as path:
         known = _known(path, task)
         _refuse_running(path, [known])
@@ -97,8 +98,8 @@ def _opened(task: PathTask, fresh: PathTask) -> PathTask:
     folder = Path(task.command[task.command.index("--pipeline") + 1]) if is_promotion else folder_of(task.command)
     if folder is not None:
         set_aside(folder)
-    is_measured = task.key == STUDY and (task.started_at is not None or ANEW in task.command)
-    return replace(fresh, command=[*fresh.command, ANEW]) if is_measured else fresh
+    is_measured = task.key == STUDY and (task.started_at is not None or FORCE in task.command)
+    return replace(fresh, command=[*fresh.command, FORCE]) if is_measured else fresh
 
 
 def _run(path: PathRecord, task: PathTask, *, say: Say) -> PathRecord:
@@ -133,9 +134,9 @@ def _outcome(path: PathRecord, task: PathTask, *, say: Say) -> Outcome:
     with held(log_of(path, task)):  # the command of an earlier call, which was killed, has ended
         say(f"{task.key}: {task.shell}")
     if task.act == "faults":
-        return killed_and_gone_on(path, task, task.ran)
+        return killed_and_resumed(path, task, task.ran)
     outcome = ran(path, task, task.ran)
-    return judged_soak(path, outcome, task.ran) if task.act == "soak" else outcome
+    return evaluated_soak(path, outcome, task.ran) if task.act == "soak" else outcome
 
 
 def _advised(path: PathRecord, advice: str) -> PathRecord:
@@ -152,12 +153,12 @@ def _refuse_running(path: PathRecord, tasks: Sequence[PathTask]) -> None:
     for task in tasks:
         if task.status == "running":
             hint = f"wait for it, or end it; its log is {log_of(path, task)}"
-            raise UsageError("the task", task.key, "its command still runs", hint)
+            raise UsageError.problem("The command", f"of task {task.key} is still running", hint)
 
 
 def _known(path: PathRecord, key: str) -> PathTask:
     if (task := path.task(key)) is None:
-        raise UsageError("the task", key, f"{path.name} has {', '.join(one.key for one in path.tasks)}")
+        raise UsageError("TASK", key, f"it must be one of {', '.join(one.key for one in path.tasks)}")
     return task
 
 

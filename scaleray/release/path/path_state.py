@@ -60,7 +60,7 @@ def start_path(
     ConfigError, and UsageError for a name that is taken, and then leaves nothing behind."""
     wanted = _target(target, workers, runs)
     if kind not in KINDS:
-        raise UsageError("--kind", kind, f"kinds are {', '.join(KINDS)}")
+        raise UsageError("--kind", kind, f"it must be one of {', '.join(KINDS)}")
     whole = with_absolute_paths(load_config(config, flags=overrides))
     held = read_policy(policy)
     held = held.model_copy(update={"convergence": held.convergence.model_copy(update={"target": wanted})})
@@ -135,8 +135,11 @@ def _of_code(policy: Policy) -> list[str]:
 def _refuse_taken(path: PathRecord) -> None:
     """Raise UsageError for a path of this name."""
     if (Path(path.folder) / STATE).exists():
-        taken = f"there is a path of this name in {path.folder}"
-        raise UsageError("--name", path.name, taken, "scaleray path next continues it; or choose another name")
+        raise UsageError.problem(
+            "The path",
+            f"{path.name} already exists in {path.folder}",
+            "scaleray path next continues it; or choose another --name",
+        )
 
 
 def _job(config: RunConfig, file: Path) -> dict[str, Any]:
@@ -147,7 +150,7 @@ def _job(config: RunConfig, file: Path) -> dict[str, Any]:
         places = [Path(target), file.resolve().parent / target]
         found = next((place.resolve() for place in places if place.is_file()), None)
         if found is None:
-            raise ConfigError("workload.name", config.workload.name, "its file does not exist")
+            raise ConfigError.problem("workload.name", f"{config.workload.name} names a file that does not exist")
         values["workload"]["name"] = f"{found}{colon}{attribute}"
     return values
 
@@ -159,8 +162,10 @@ def find_path(name: str | None) -> PathRecord:
         for place in (Path(name).expanduser(), root / f"path-{name}", root / name):
             if os.path.isfile(place / STATE) or (place.is_dir() and not os.access(place, os.R_OK | os.X_OK)):
                 return read(place)
-        raise UsageError(
-            "--name", name, f"there is no path in this folder or in {root}", "scaleray path start begins one"
+        raise UsageError.problem(
+            "The path",
+            f"{name} was not found: it is neither a folder with a path nor in {root}",
+            "scaleray path start begins one",
         )
     found = sorted(root.glob(f"path-*/{STATE}"))
     if len(found) != 1:
@@ -176,7 +181,9 @@ def read(folder: Path) -> PathRecord:
     try:
         found = PathRecord.read(folder / STATE)
     except (OSError, ValueError) as exc:
-        raise UsageError("the path", str(folder), f"its {STATE} cannot be read: {first_line(exc)}") from exc
+        raise UsageError.problem(
+            "The path", f"{folder} is damaged: its {STATE} cannot be read: {first_line(exc)}"
+        ) from exc
     here = absolute_path(str(folder))
     if found.folder != here:  # it was moved, or is mounted
         found = PathRecord.from_json(json.dumps(_moved(found.to_dict(), found.folder, here)))
@@ -221,14 +228,15 @@ def locked(path: PathRecord) -> Iterator[PathRecord]:
     try:
         with _lock_file(Path(path.folder)) as file:
             if not lock(file):
-                raise UsageError("the path", path.name, "another process is working on it", "wait until it ends")
+                raise UsageError.problem("The path", f"{path.name} is in use by another process", "wait until it ends")
             yield _interrupted(read(Path(path.folder)))
     except BrokenPipeError:
         raise
     except OSError as exc:
-        allowed = f"{exc.filename or path.folder} cannot be written: {exc.strerror or exc}"
         hint = f"give the people who share the path access: chmod -R g+rwX {path.folder}, and set umask 002"
-        raise UsageError("the path's folder", path.folder, allowed, hint) from exc
+        raise UsageError.problem(
+            "The path", f"cannot be used: {exc.filename or path.folder} cannot be written: {exc.strerror or exc}", hint
+        ) from exc
 
 
 def _lock_file(folder: Path) -> IO[str]:

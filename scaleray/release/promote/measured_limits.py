@@ -17,7 +17,7 @@ from scaleray.release.gate.evidence import training
 
 FACTOR = 2.0
 """Factor between the largest measurement and a limit."""
-MOST_LOOKS = 2000
+MOST_CHECKS = 2000
 """Most steps of a run, evenly spread, at which its losses and gradients are compared with earlier ones."""
 SLOWER = 0.8
 """Share of the slowest run's samples per second below which a later run is slower than the promoted ones."""
@@ -82,5 +82,5 @@ def _largest(series: Sequence[Values], measure: Callable[[Values, Values], Value
 
 def _in_a_row(values: Values, measure: Callable[[Values, Values], Values]) -> list[float]:
     last = len(values) - IN_A_ROW
-    looks = range(LEAST_POINTS, last + 1, max(1, last // MOST_LOOKS))
+    looks = range(LEAST_POINTS, last + 1, max(1, last // MOST_CHECKS))
     return [float(measure(values[at : at + IN_A_ROW], values[max(0, at - LOOK_BACK) : at]).min()) for at in looks]

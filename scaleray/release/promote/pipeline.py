@@ -91,7 +91,7 @@ def write_pipeline(
 def check_cluster(cluster: str) -> None:
     """Raise UsageError for an unknown kind of cluster."""
     if cluster not in KINDS:
-        raise UsageError("--cluster", cluster, f"kinds are {', '.join(KINDS)}")
+        raise UsageError("--cluster", cluster, f"it must be one of {', '.join(KINDS)}")
 
 
 def copy_pipeline(folder: Path, to: str | Path) -> None:
@@ -101,14 +101,14 @@ def copy_pipeline(folder: Path, to: str | Path) -> None:
     target = Path(to).expanduser().absolute()
     if target.exists():
         if not target.is_dir() or digests(target) != digests(folder):
-            raise UsageError("--pipeline", str(to), "it already exists and differs", "name a new folder")
+            raise UsageError.problem("--pipeline", f"{to} already exists with different content", "name a new folder")
         return
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as place:
             shutil.copytree(folder, Path(place) / "new").rename(target)
     except OSError as exc:
-        raise StorageError("--pipeline", str(to), f"it cannot be written: {exc.strerror or exc}") from exc
+        raise StorageError.problem("--pipeline", f"{to} cannot be written: {exc.strerror or exc}") from exc
 
 
 def _job(run: RunRecord, workload: str, limits: AlertLimits, uri: str) -> dict[str, Any]:
@@ -178,8 +178,8 @@ def _alerts(run: RunRecord, model: str, measured: MeasuredLimits) -> str:
             "annotations": {
                 "summary": summary,
                 "costs": "The same training at a higher price.",
-                "what_to_do": f"scaleray gate --against {model} says whether it is beyond noise, scaleray profile RUN "
-                "where time goes.",
+                "what_to_do": f"scaleray gate --against {model} shows whether it is beyond noise, scaleray profile "
+                "RUN where the time goes.",
             },
         }
         groups["groups"].append({"name": "scaleray-promoted", "rules": [rule]})

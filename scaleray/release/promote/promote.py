@@ -39,9 +39,9 @@ from scaleray.records.promotion import Promotion
 from scaleray.records.run_record import RunRecord, Say
 from scaleray.records.statement import GATES_FILE, digests, write_statement
 from scaleray.release.gate.evidence import collect, training
-from scaleray.release.gate.gate import judge_evidence
-from scaleray.release.gate.kept_evidence import EVIDENCE, keep_evidence
+from scaleray.release.gate.gate import evaluate_evidence
 from scaleray.release.gate.policy_file import read_policy
+from scaleray.release.gate.stored_evidence import EVIDENCE, store_evidence
 from scaleray.release.gates.policy import Policy
 from scaleray.release.promote.pipeline import FOLDER, check_cluster, copy_pipeline, write_pipeline
 
@@ -83,14 +83,14 @@ def promote(
     if alias is not None:
         check_alias(alias)
     elif pipeline is not None:
-        raise UsageError("--pipeline", str(pipeline), "it needs an alias", "scaleray promote RUN --as ALIAS")
+        raise UsageError.problem("--pipeline", "requires an alias", "scaleray promote RUN --as ALIAS")
     check_cluster(cluster)
     held = read_policy(policy)
     with tempfile.TemporaryDirectory(dir=cache_folder("models")) as folder:
         place, out = Path(folder), Path(folder) / "model"
         with stage("running the gates"):
             evidence = collect(names, against=against, study=study, certificates=certificates, uri=uri)
-            gates = judge_evidence(keep_evidence(evidence, held, place / EVIDENCE), held, uri=uri)
+            gates = evaluate_evidence(store_evidence(evidence, held, place / EVIDENCE), held, uri=uri)
         run = evidence.run
         found = Promotion(
             model=model or _model_name(run), alias=alias, answer=gates.answer, not_passed=_not_passed(gates),
@@ -119,7 +119,9 @@ def _write(found: FoundRun, gates: GateRecord, place: Path, out: Path, options: 
     parts = find_parts(trained, **options.parts)
     if not parts.weights.has_hash:
         advice = "train it again to its end: newer versions record hashes"
-        raise CheckpointError(parts.weights.words, f"those of {run.name}", "they have no recorded hash", advice)
+        raise CheckpointError.problem(
+            "RUN", f"{run.name} has no recorded hash of its weights ({parts.weights.words})", advice
+        )
     with stage("packing the model"):
         signature = pack(trained, parts, place / "packed", workload=options.workload)
         libraries = (run.environment.get("environment") or {}).get("packages") or {}
@@ -207,7 +209,10 @@ def _model_name(run: RunRecord) -> str:
     name = str((run.config.get("tracking") or {}).get("experiment") or "")
     if not name or set(name) & set("/:'"):
         raise UsageError(
-            "--model", name or None, "the registry needs a name without /, : and quotes", "for example --model digits"
+            "--model",
+            name or None,
+            "the registry accepts only names without /, : and quotes",
+            "for example --model digits",
         )
     return name
 
@@ -215,7 +220,7 @@ def _model_name(run: RunRecord) -> str:
 def _in_mlflow(run: RunRecord) -> str:
     if not run.run_id:
         raise TrackingError.problem(
-            "The run", "is not in MLflow: a version names its MLflow run", "train with tracking"
+            "The run", "is not in MLflow, which a registered version needs", "train with tracking"
         )
     return run.run_id
 
@@ -225,10 +230,9 @@ def _stored(registry: ModelRegistry, run: RunRecord) -> Any:
     found = registry.run(run.run_id)
     if found is None or found.info.lifecycle_stage == "deleted":
         state = "missing" if found is None else "deleted"
-        raise TrackingError(
-            "the run in MLflow",
-            run.run_id,
-            f"it is {state}",
+        raise TrackingError.problem(
+            "The MLflow run",
+            f"{run.run_id} is {state}",
             "restore it, name its MLflow with --uri, or promote another run",
         )
     return found

@@ -12,7 +12,7 @@ from scaleray.common.user_name import user_or_somebody
 from scaleray.errors import TrackingError, UsageError
 from scaleray.models.fetched import changes
 from scaleray.models.registry import ModelRegistry, ModelVersion, Named
-from scaleray.release.gate.kept_evidence import EVIDENCE
+from scaleray.release.gate.stored_evidence import EVIDENCE
 
 
 def rollback(model: str, *, to: int | None = None, unchecked: str | None = None, uri: str | None = None) -> int:
@@ -26,13 +26,13 @@ def rollback(model: str, *, to: int | None = None, unchecked: str | None = None,
     alias is then unchanged."""
     named = Named.parse(model)
     if named.alias is None:
-        raise UsageError("the model", model, "a rollback needs NAME@ALIAS")
+        raise UsageError("MODEL", model, "it must be NAME@ALIAS")
     registry = ModelRegistry(uri)
     known = {one.number: one for one in registry.versions(named.model)}
     now = next((one.number for one in known.values() if named.alias in one.aliases), None)
     if now is None:
-        raise TrackingError(
-            "the model", str(named), "there is no such alias", f"scaleray promote RUN --as {named.alias}"
+        raise TrackingError.problem(
+            "The model", f"{named.model} has no alias {named.alias}", f"scaleray promote RUN --as {named.alias}"
         )
     before = had_before(known, known[now], named.alias)
     if to is None and not before:

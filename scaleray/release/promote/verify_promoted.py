@@ -21,8 +21,8 @@ from scaleray.records.gate_answer import Answer, Check, gate_of
 from scaleray.records.gates import GateRecord
 from scaleray.records.json_record import jsonable, leaves
 from scaleray.records.statement import GATES_FILE, digests
-from scaleray.release.gate.gate import judge_evidence
-from scaleray.release.gate.kept_evidence import EVIDENCE, read_evidence
+from scaleray.release.gate.gate import evaluate_evidence
+from scaleray.release.gate.stored_evidence import EVIDENCE, read_evidence
 from scaleray.release.promote.pipeline import FOLDER, JOB
 from scaleray.release.promote.promote import PASSED
 
@@ -31,7 +31,8 @@ MAY_DIFFER = ("workload.name",)
 
 
 def pipeline_checks(folder: Path, elsewhere: str | Path | None) -> Iterator[Check]:
-    """folder: a version's complete files. elsewhere: a copy of its pipeline to check, if any."""
+    """Checks of a version's pipeline. folder: the version's complete files. elsewhere: a copy of its pipeline to check,
+    if any."""
     own = folder / FOLDER
     if own.is_dir():
         yield _trains_the_same(folder)
@@ -140,7 +141,7 @@ def _gates(folder: Path, version: ModelVersion, uri: str) -> Iterator[Check]:
     """Check that the gates give the recorded answers to the stored evidence, and passed."""
     then = GateRecord.from_json((folder / GATES_FILE).read_bytes())
     evidence, policy = read_evidence(folder / EVIDENCE)
-    again = judge_evidence(evidence, policy, now=datetime.strptime(then.date, DATE).timestamp(), uri=uri)
+    again = evaluate_evidence(evidence, policy, now=datetime.strptime(then.date, DATE).timestamp(), uri=uri)
     before, now = (_answers(record) for record in (then, again))
     what = "the gates give the same answers to the stored evidence"
     # a newer version may ask more, or by other words: what both asked counts, and what each gate came to

@@ -19,7 +19,7 @@ PALETTE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 AMBER = "#8a4b00"
 
 LEAST_CONTRAST = 4.5
-"""Least contrast of words on white, as a ratio of luminances."""
+"""Least contrast of text on white, as a ratio of luminances."""
 
 WIDTH_IN, HEIGHT_IN = 5.0, 3.25
 PNG_DPI = 200
@@ -71,8 +71,8 @@ def draw(
     height_in: float = HEIGHT_IN,
     share_y: bool = False,
 ) -> Drawing:
-    """Paint axes and keep them as SVG and PNG. marks: conditions that a reader of the figure must know. paint: receives
-    the axes, or a list of them for several columns. is_wide: full page width."""
+    """Paint axes and return them as SVG and PNG. marks: conditions to show to the reader. paint: receives the axes, or
+    a list of them for several columns. is_wide: full page width."""
     from matplotlib.figure import Figure
 
     with style():
@@ -183,8 +183,7 @@ def label_ends(ax: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
 
 
 def readable(colour: str) -> str:
-    """The colour as words on white may have it: darkened until its contrast is LEAST_CONTRAST (WCAG 2.1, success
-    criterion 1.4.3)."""
+    """Colour for text on white: darkened until its contrast is LEAST_CONTRAST (WCAG 2.1, success criterion 1.4.3)."""
     from matplotlib.colors import to_hex, to_rgb
 
     rgb = to_rgb(colour)
@@ -193,7 +192,7 @@ def readable(colour: str) -> str:
     return to_hex(rgb)
 
 
-def legend_beside(ax: Any, title: str, **more: Any) -> None:
+def legend_right(ax: Any, title: str, **more: Any) -> None:
     """Place the legend right of the axes, where it covers no data."""
     ax.legend(title=title, title_fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1.2, **more)
 

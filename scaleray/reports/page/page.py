@@ -17,7 +17,7 @@ from scaleray.records.text.units import seconds
 from scaleray.reports.page.drawing import Drawing
 
 LONGEST_FACT = 300
-BESIDE = "This page needs no network; figures as PNG and numbers as CSV lie beside it."
+BESIDE = "This page needs no network; figures as PNG and numbers as CSV are next to it."
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Page:
     """Everything that a page shows. Text comes from configs and is escaped by the template.
 
     kind: the page's subject, such as `Scaling study`. headline: the result in a line. verdicts: the full result, a
-    paragraph each. words: conclusions. marks: conditions that a reader must know. facts: by heading, names with values
-    for the end of the page."""
+    paragraph each. words: conclusions. marks: conditions to show to the reader. facts: names with values by heading,
+    shown at the end of the page."""
 
     kind: str
     name: str
@@ -104,7 +104,7 @@ def write(page: Page, folder: str | Path, *, rows: Mapping[str, Sequence[Mapping
 
 
 def facts(conditions: Conditions, config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Influences on a figure, by heading."""
+    """Facts that influence a figure, by heading."""
     hashes = {
         "config": conditions.config_hash,
         "code": conditions.code_hash,
@@ -115,12 +115,12 @@ def facts(conditions: Conditions, config: Mapping[str, Any]) -> dict[str, Mappin
 
 
 def when(started_at: float, duration_s: float) -> str:
-    """The date in this machine's time zone, and how long it took."""
+    """Date in this machine's time zone, and duration."""
     return f"{time.strftime('%Y-%m-%d %H:%M %Z', time.localtime(started_at))}, took {seconds(duration_s)}"
 
 
 def where(mlflow_link: str, folder: str) -> list[str]:
-    """Lines on where the record is, as plain text: a page that is passed on must not lead to a server."""
+    """Lines with the location of the record, as plain text: a shared page must not link to a server."""
     return ([f"MLflow: {mlflow_link}"] if mlflow_link else []) + ([f"Record: {folder}/record.json"] if folder else [])
 
 

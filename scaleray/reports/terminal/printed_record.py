@@ -1,4 +1,4 @@
-"""A study's or a sweep's result on the terminal: the verdict, the tables, and where everything is."""
+"""A study's or a sweep's result on the terminal: the verdict, the tables, and the location of its files."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def show_record(console: Console, record: StudyRecord | SweepRecord) -> None:
 
 
 def width_of(console: Console) -> int:
-    """Columns that there are for a table; a file or a pipe has room for every one."""
+    """Number of columns available for a table; unlimited in a file or a pipe."""
     return console.width if console.is_terminal else PIPE_WIDTH
 
 
 def print_whole(console: Console, view: RenderableType) -> None:
-    """Print a view as wide as the terminal is; into a file or a pipe every sentence is one line, and none
-    ends in spaces."""
+    """Print a view at the width of the terminal; in a file or a pipe every sentence is one line, without trailing
+    spaces."""
     if console.is_terminal:
         console.print(view)
         return
@@ -56,7 +56,7 @@ def record_view(record: StudyRecord | SweepRecord, *, width: int) -> RenderableT
 
 
 def last_lines(record: StudyRecord | SweepRecord) -> list[str]:
-    """Lines on where the pages and the record are."""
+    """Lines with the locations of the pages and the record."""
     lines = []
     if record.mlflow_link:
         start = (

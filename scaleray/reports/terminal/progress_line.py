@@ -1,4 +1,4 @@
-"""Current activity of a command: rows with the time left on a terminal, lines now and then in a pipe."""
+"""Current activity of a command: rows with the remaining time on a terminal, occasional lines in a pipe."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class StageDisplay:
         self.console, self._above = console, above
         self._stages: list[Stage] = []
         self._spinner = Spinner("dots")
-        self._heard: set[Stage] = set()
-        """Stages that a pipe has heard of."""
+        self._reported: set[Stage] = set()
+        """Stages that were reported in a pipe."""
         self._spoke_at = time.monotonic()
         self._stop = threading.Event()
         self._lock = threading.RLock()
@@ -52,7 +52,7 @@ class StageDisplay:
             live = Live(get_renderable=self.view, console=self.console, refresh_per_second=4)
             self._context.enter_context(live)
         else:
-            threading.Thread(target=self._look_now_and_then, name="scaleray-stages", daemon=True).start()
+            threading.Thread(target=self._report_periodically, name="scaleray-stages", daemon=True).start()
         return self
 
     def __exit__(
@@ -68,7 +68,7 @@ class StageDisplay:
         self.console.print(inert(text), highlight=False, markup=False, soft_wrap=True)
 
     def begin(self, stage: Stage) -> None:
-        """A stage has begun."""
+        """Show a stage that has begun."""
         with self._lock:
             self._stages.append(stage)
 
@@ -86,20 +86,20 @@ class StageDisplay:
         with self._lock, contextlib.suppress(ValueError):
             self._stages.remove(stage)
 
-    def look(self) -> None:
-        """In a pipe: report the current stage after a long silence."""
+    def report_if_quiet(self) -> None:
+        """Report the current stage in a pipe after a long silence."""
         with self._lock:
             silent_s = time.monotonic() - self._spoke_at
             for stage in self._stages[-1:]:
-                if stage not in self._heard and min(stage.elapsed_s, silent_s) >= QUIET_S:
-                    self._heard.add(stage)
+                if stage not in self._reported and min(stage.elapsed_s, silent_s) >= QUIET_S:
+                    self._reported.add(stage)
                     self.say(f"  {stage.name} ...")
-                elif stage in self._heard and silent_s >= EVERY_S:
+                elif stage in self._reported and silent_s >= EVERY_S:
                     self.say(f"  {stage.name} ... {so_far(stage)}")
 
-    def _look_now_and_then(self) -> None:
+    def _report_periodically(self) -> None:
         while not self._stop.wait(0.5):
-            self.look()
+            self.report_if_quiet()
 
     @property
     def under_way(self) -> list[Stage]:
@@ -135,7 +135,7 @@ def so_far(stage: Stage) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words, no finer than a reader wants: 3.2 s, 45 s, 2 min 10 s, 3 h 20 min."""
+    """Seconds as text, rounded for readers: 3.2 s, 45 s, 2 min 10 s, 3 h 20 min."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)

@@ -1,7 +1,7 @@
 """A table on a terminal of any width: no figure and no column is lost, however narrow it is.
 
 Intervals are next to their values if there is room, otherwise below them. Columns that still do not fit continue in
-another block below, which repeats the first column. Words are wrapped between words, figures never.
+another block below, which repeats the first column. Text is wrapped between words, figures are not.
 """
 
 from __future__ import annotations

@@ -144,19 +144,18 @@ def compared(found: Sequence[FoundRun]) -> Comparison:
 
 def _check(found: Sequence[FoundRun]) -> None:
     if len(found) < 2:
-        raise UsageError.problem("Give", f"two RUNs or more, not {len(found)}", "scaleray compare RUN RUN")
+        raise UsageError.problem("Give", f"at least two RUNs, not {len(found)}", "scaleray compare RUN RUN")
     first = type(found[0].record)
     for one in found[1:]:
         if type(one.record) is not first:
-            raise UsageError(
+            raise UsageError.problem(
                 one.record.name,
-                f"a {KINDS[type(one.record)]}",
-                f"{found[0].record.name} is a {KINDS[first]}",
+                f"is a {KINDS[type(one.record)]}, but {found[0].record.name} is a {KINDS[first]}",
                 "compare records of one kind: trainings, studies or sweeps",
             )
     places = [one.where for one in found]
     if twice := [place for number, place in enumerate(places) if place in places[:number]]:
-        raise UsageError("one of the compared records", twice[0], "it may be given once")
+        raise UsageError.problem("RUN", f"{twice[0]} is given more than once")
 
 
 def _groups(records: Sequence[Any]) -> list[int]:

@@ -27,7 +27,7 @@ class Figure:
 
 
 def figures(records: Sequence[Any]) -> list[Figure]:
-    """The measurements of records of one kind. One that no record has is left out."""
+    """The measurements of records of one kind. Measurements that no record has are omitted."""
     make: dict[type, Callable[[Any], list[Figure]]] = {RunRecord: _training, StudyRecord: _study, SweepRecord: _sweep}
     rows = make[type(records[0])](records)
     return [row for row in rows if any(value is not None for value in row.values)]

@@ -40,7 +40,7 @@ class SteadySteps:
         return [time / (self.samples_per_step if per_sample else 1) for time in self.step_times_s]
 
     def described(self) -> str:
-        """The number of steady steps in words, or `no step times` with the reason."""
+        """The number of steady steps as text, or `no step times` with the reason."""
         return (
             f"too few steady steps: {self.num_steps}"
             if self.step_times_s

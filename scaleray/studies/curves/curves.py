@@ -116,12 +116,12 @@ def _best(mode: Mode, fitted: Sequence[FittedLaw]) -> FittedLaw | None:
 
 def _check(mode: Mode, points: Sequence[Point]) -> None:
     if not points:
-        raise UsageError(f"the {mode} curve", "no point", "a curve needs at least one measured number of workers")
+        raise UsageError.problem(f"the {mode} curve", "has no points: it needs at least one measured number of workers")
     sizes = sorted(point.workers for point in points)
     if len(set(sizes)) < len(sizes):
-        raise UsageError(f"the numbers of workers of the {mode} curve", sizes, "each may occur only once")
+        raise UsageError.problem(f"the {mode} curve", f"has duplicate numbers of workers: {sizes}")
     if other := [point.mode for point in points if point.mode != mode]:
-        raise UsageError(f"the points of the {mode} curve", other[0], f"all must be {mode}")
+        raise UsageError.problem(f"the {mode} curve", f"has a {other[0]} point")
     base = min(points, key=lambda point: point.workers)
     for point in points:
         wanted = base.global_batch_size * (point.workers / base.workers if mode == "weak" else 1)
@@ -129,5 +129,5 @@ def _check(mode: Mode, points: Sequence[Point]) -> None:
             raise UsageError(
                 f"the global batch of {point.workers} workers",
                 point.global_batch_size,
-                f"on the {mode} curve from {base.workers} with {base.global_batch_size} it must be {wanted:g}",
+                f"it must be {wanted:g} on a {mode} curve that starts with {base.global_batch_size} on {base.workers}",
             )

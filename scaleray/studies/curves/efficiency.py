@@ -1,7 +1,8 @@
-"""Step time, throughput, speed-up and efficiency of measured points, with intervals that account for turns.
+"""Step time, throughput, speed-up and efficiency of measured points, with intervals that account for repeated
+measurements.
 
-Steps of one turn share the state of the machine, so they are not independent measurements: the bootstrap resamples
-turns, and then steps within each. A few turns say little about the spread of turns, so the interval of k turns is
+Steps of one measurement (a "turn") share the state of the machine, so they are not independent: the bootstrap resamples
+turns, and then steps within each. A few turns show little of the spread between turns, so the interval of k turns is
 widened by sqrt(k / (k - 1)) t(0.975, v) / 1.96, v = k - 1 for one measurement (Hesterberg 2015, arXiv:1411.5279,
 section 5.4, does the same with percentiles) and Welch's degrees of freedom for several. The steps' own noise is counted
 in both stages, so that intervals are too wide rather than too narrow (Davison and Hinkley 1997, section 3.8).
@@ -31,8 +32,8 @@ from scaleray.studies.curves.paired_rounds import turns_by_round, without_drift
 NUM_DRAWS = 2000
 CONFIDENCE = 0.95
 MOST_STEPS = 400
-"""Maximum number of steps of a turn that are resampled. A longer turn is represented by this many quantiles, which
-bounds the work and cannot narrow an interval."""
+"""Maximum number of resampled steps of a turn. A longer turn is represented by this many quantiles, which bounds the
+work and cannot narrow an interval."""
 NUM_BATCHES = 10
 """Number of consecutive batches into which a single turn is divided. They are resampled as a whole, since neighbouring
 steps correlate."""
@@ -136,7 +137,7 @@ def resampled(turns: Turns, *, number: int = 0, is_paired: bool = False) -> Resa
     steps = [step for turn in turns for step in turn]
     if not steps or not all(math.isfinite(step) and step > 0 for step in steps):
         found = next((step for step in steps if not (math.isfinite(step) and step > 0)), "none")
-        raise UsageError("the step times of a point", found, "they must be seconds above 0, at least one")
+        raise UsageError.problem("the step times of a point", f"must be seconds above 0, at least one, not {found}")
     return _resampled(tuple(tuple(turn) for turn in turns if turn), number, NUM_DRAWS, is_paired)
 
 

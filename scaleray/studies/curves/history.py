@@ -90,8 +90,8 @@ MAY_EXPLAIN = ("code", "environment", "data_hash", "topology", "owner")
 
 
 @dataclass(frozen=True)
-class Course:
-    """One figure over time. same: fields that its points share. changes: changes of level."""
+class History:
+    """History of one figure. same: fields that its points share. changes: changes of level."""
 
     figure: str
     same: dict[str, Any]
@@ -145,7 +145,7 @@ class Course:
         }  # fmt: skip
 
 
-def courses(found: Sequence[Experiment], *, figure: str) -> list[Course]:
+def histories(found: Sequence[Experiment], *, figure: str) -> list[History]:
     """Histories of a figure, longest first; experiments that are invalid or changed are left out."""
     groups: dict[tuple[Any, ...], list[Experiment]] = defaultdict(list)
     for one in found:
@@ -155,7 +155,7 @@ def courses(found: Sequence[Experiment], *, figure: str) -> list[Course]:
     for key, points in groups.items():
         ordered = sorted(points, key=lambda one: str(one.values.get("started")))
         changes = change_points([float(one.values[figure]) for one in ordered]) if len(ordered) >= 2 * LEAST else []
-        made.append(Course(figure, dict(zip(SAME, key, strict=True)), tuple(ordered), tuple(changes)))
+        made.append(History(figure, dict(zip(SAME, key, strict=True)), tuple(ordered), tuple(changes)))
     return sorted(made, key=lambda one: (-len(one.points), one.title))
 
 

@@ -1,8 +1,8 @@
-"""Turns of the same rounds: the effect of a round on all turns is separated from that of each turn.
+"""Measurements ("turns") of the same rounds: the effect of a round on all of them is separated from that of each.
 
-A study measures one turn of every size in a round, so a machine that is slow for a while slows all of them. As in a
-block design, the mean over the points of each round's deviation is subtracted. The ratio of the remainders of two
-points is the median over the rounds of the ratio within a round."""
+A study measures every size once in a round, so a machine that is slow for a while slows all of them. As in a block
+design, the mean over the points of each round's deviation is subtracted. The ratio of the remainders of two points is
+the median over the rounds of the ratio within a round."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LEAST_ROUNDS = 2
 
 
 def launch_of(round_name: str) -> str:
-    """Study that measured a turn, by the name of its round; "" for a turn of separately launched workers."""
+    """Study that took a measurement, by the name of its round; "" for one of separately launched workers."""
     return round_name.rpartition("/")[0]
 
 
 def turns_by_round(points: Sequence[Point]) -> list[list[list[float]]] | None:
-    """Each point's turns in the same order of rounds; None if some turn has no counterpart at another point."""
+    """Each point's measurements in the same order of rounds; None if one has no counterpart at another point."""
     wanted = sorted(points[0].rounds)
     if len(points) < 2 or len(wanted) < LEAST_ROUNDS or len(set(wanted)) < len(wanted) or "" in wanted:
         return None

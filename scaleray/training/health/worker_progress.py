@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
+from scaleray.records.control_request import ControlRequest
 from scaleray.records.live_state import RecentSteps
 from scaleray.records.phases import TIMED, Phase
-from scaleray.records.wishes import Wish
 from scaleray.workload import user_frames
 
 HANG = "a hang: "  # begins the phase of a worker that is about to end itself
@@ -92,7 +92,7 @@ class Watchdog:
         *,
         interval_s: float,
         limit_s: float,
-        beat: Callable[[int, str, float], Wish],
+        beat: Callable[[int, str, float], ControlRequest],
         on_leave: Callable[[], None],
         on_save: Callable[[], None] = lambda: None,
         on_links: Callable[[], None] = lambda: None,
@@ -102,7 +102,7 @@ class Watchdog:
         self.look = look
         self.progress, self.interval_s, self.limit_s = progress, interval_s, limit_s
         self.beat, self.on_hang = beat, on_hang
-        self._answers = {Wish.LEAVE: on_leave, Wish.SAVE: on_save, Wish.LINKS: on_links}
+        self._answers = {ControlRequest.LEAVE: on_leave, ControlRequest.SAVE: on_save, ControlRequest.LINKS: on_links}
         self._stop = threading.Event()
         self._waited_since = self._compiled_since = -1.0
         self._thread = threading.Thread(target=self._watch, name="scaleray-watchdog", daemon=True)
@@ -132,9 +132,9 @@ class Watchdog:
                 )
                 return
             try:
-                wish = self.beat(step, Phase.COMPILING if compiling else phase, since_s)
-                if wish in self._answers:
-                    self._answers[wish]()
+                request = self.beat(step, Phase.COMPILING if compiling else phase, since_s)
+                if request in self._answers:
+                    self._answers[request]()
             except Exception:  # nobody listens for the moment, which is no reason to stop training
                 continue
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from scaleray.clusters.doctor import measure, node, storage_checks
-from scaleray.clusters.doctor.doctor import judge
+from scaleray.clusters.doctor.doctor import evaluate
 from scaleray.clusters.doctor.fleet import Answers
-from scaleray.clusters.doctor.look import Look, Subject, seats_of
+from scaleray.clusters.doctor.inspection import Inspection, Subject, seats_of
 from scaleray.clusters.doctor.measure import Seats, exchange, measure_links
 from scaleray.clusters.doctor.node import Listener, unreachable
 from scaleray.clusters.preflight.tournament import slow_links
@@ -125,11 +125,11 @@ def test_gpus_that_somebody_uses_are_left_alone():
         def __getattr__(self, name):
             raise AssertionError(name)
 
-    look = Look(Fleet(), Subject("/nowhere", "sqlite:////tmp/x.db"))
+    look = Inspection(Fleet(), Subject("/nowhere", "sqlite:////tmp/x.db"))
     look._storage = lambda alive: None
     measured = look.everything()
     assert measured.not_measured["rates"] == measured.not_measured["links"] == "1 GPU is in use"
-    assert {c.name: c.verdict for c in judge(measured)}["GPUs idle"] == "red"
+    assert {c.name: c.verdict for c in evaluate(measured)}["GPUs idle"] == "red"
 
 
 def test_files_of_the_storage_are_seen_by_others_and_gone_afterwards(tmp_path, monkeypatch):

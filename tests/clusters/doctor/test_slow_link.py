@@ -20,11 +20,11 @@ RANK = """
 import dataclasses, json, sys, time
 from pathlib import Path
 from scaleray.clusters.doctor import measure
-from scaleray.clusters.doctor.node import NodeLook
+from scaleray.clusters.doctor.node import NodeInspector
 from scaleray.training.setup.stores import StorePlace
 
 rank, hosts, place = int(sys.argv[1]), sys.argv[2].split(","), Path(sys.argv[3])
-node = NodeLook(hosts[rank], hosts[rank])
+node = NodeInspector(hosts[rank], hosts[rank])
 if rank == 0:
     where = node.open_store()
     place.with_suffix(".new").write_text(json.dumps([where.host, where.port]))

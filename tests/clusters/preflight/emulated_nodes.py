@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scaleray.clusters.doctor.doctor import judge
+from scaleray.clusters.doctor.doctor import evaluate
 from scaleray.clusters.preflight.check_limits import GIB
 from scaleray.records.doctor_record import (
     AllReduceTime,
@@ -107,10 +107,10 @@ def with_node(measured, name, **changes):
 
 def found(measured, name):
     """The check of this name."""
-    [check] = [check for check in judge(measured) if check.name == name]
+    [check] = [check for check in evaluate(measured) if check.name == name]
     return check
 
 
 def not_green(measured):
     """Names of checks that are red or yellow, with their verdicts."""
-    return {check.name: check.verdict for check in judge(measured) if check.verdict in ("red", "yellow")}
+    return {check.name: check.verdict for check in evaluate(measured) if check.verdict in ("red", "yellow")}

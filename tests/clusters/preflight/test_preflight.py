@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from emulated_nodes import NAMES, PACKAGES, VERSIONS, found, gpu, healthy, node, not_green, with_node
 
-from scaleray.clusters.doctor.doctor import collectives_csv, judge
+from scaleray.clusters.doctor.doctor import collectives_csv, evaluate
 from scaleray.clusters.preflight import check_limits
 from scaleray.clusters.preflight.check_limits import GIB
 from scaleray.clusters.preflight.check_texts import FAILED
@@ -33,12 +33,12 @@ def test_a_cluster_that_is_well_is_green(gpus):
 
 
 def test_every_check_that_can_be_made_is_made_of_gpus():
-    verdicts = {check.name: check.verdict for check in judge(healthy())}
+    verdicts = {check.name: check.verdict for check in evaluate(healthy())}
     assert set(verdicts.values()) == {"green"} and len(verdicts) == 19
 
 
 def test_without_gpus_what_concerns_them_does_not_apply():
-    names = {check.name for check in judge(healthy(gpus=0)) if check.verdict == "not applicable"}
+    names = {check.name for check in evaluate(healthy(gpus=0)) if check.verdict == "not applicable"}
     assert {"GPU drivers", "GPUs visible", "GPUs idle", "all-reduce inside nodes"} <= names
 
 
@@ -252,7 +252,7 @@ def test_what_was_measured_is_read_by_the_planner(tmp_path):
 
 def test_a_record_reads_what_it_wrote_and_says_the_worst():
     measured = with_node(healthy(), BAD, port_range=1000)
-    record = DoctorRecord(checks=judge(measured), measured=measured, address="a:1", duration_s=12.0)
+    record = DoctorRecord(checks=evaluate(measured), measured=measured, address="a:1", duration_s=12.0)
     assert DoctorRecord.from_json(record.to_json()) == record
     assert record.worst == "yellow" and record.verdict.startswith("ready, with doubts: yellow: ports")
     assert "ports" in repr(record)

@@ -114,7 +114,7 @@ def test_a_head_that_hangs_is_a_connection_that_is_lost(dashboard):
 def test_a_token_that_is_not_taken_any_more_is_no_connection_that_is_lost(dashboard, code):
     jobs, said = Jobs(dashboard.url), []
     dashboard.code = code
-    with pytest.raises(ClusterError, match="the token is missing"):
+    with pytest.raises(ClusterError, match=r"The cluster at .* requires a token"):
         jobs.follow("mine", said.append, said.append)
     assert said == []
 
@@ -157,9 +157,9 @@ def test_a_dashboard_tells_its_versions_to_whoever_has_its_token(project, server
 @pytest.mark.parametrize(
     ("answer", "token", "said"),
     [
-        ((401, "no"), None, "the token is missing: the cluster at .* requires one"),
-        ((401, "no"), "wrong", "the token is 'not accepted'|the token is not accepted"),
-        ((500, "oops"), None, "responds with 500"),
+        ((401, "no"), None, "The cluster at .* requires a token"),
+        ((401, "no"), "wrong", "rejected the token"),
+        ((500, "oops"), None, "responded with 500"),
         ((404, ""), None, "not a Ray dashboard"),
         ((200, "<html>"), None, "not a Ray dashboard"),
         ((200, "[]"), None, "not a Ray dashboard"),
@@ -199,14 +199,14 @@ def test_what_answers_in_another_protocol_is_no_traceback():
 def test_an_address_at_which_nothing_answers_or_never_is_one_message(project, monkeypatch):
     import socket
 
-    with pytest.raises(ClusterError, match="nothing answers there"):
+    with pytest.raises(ClusterError, match="cannot be reached"):
         Jobs("http://127.0.0.1:1")
-    with pytest.raises(ClusterError, match="nothing answers there"):
+    with pytest.raises(ClusterError, match="cannot be reached"):
         Jobs("http://no-such-host.invalid:8265")
     with answering_with(b"SSH-2.0-OpenSSH_9.2\r\n") as url, pytest.raises(ClusterError, match="does not speak HTTP"):
         Jobs(url)
     monkeypatch.setattr(jobs_api, "ANSWER_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ClusterError, match="does not answer within"):
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ClusterError, match="did not answer within"):
         Jobs(f"http://127.0.0.1:{silent.getsockname()[1]}")
 
 
@@ -238,7 +238,7 @@ def tokens_seen(server):
 def test_the_token_of_this_user_goes_to_no_address_that_nobody_has_named(token_of_this_user, server):
     assert set(tokens_seen(server).values()) == {None}
     server.answers["/api/version"] = (401, "no")
-    with pytest.raises(ClusterError, match="the token is missing") as raised:
+    with pytest.raises(ClusterError, match=r"The cluster at .* requires a token") as raised:
         Jobs(server.url)
     assert "clusters.yaml contains its address" in str(raised.value)
 

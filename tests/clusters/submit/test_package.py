@@ -121,7 +121,7 @@ def test_a_config_outside_or_left_out_or_missing_is_refused_with_the_reason(tmp_
     for path, words in (
         (tmp_path / "there" / "b", "is outside the working directory"),
         (here / "hidden", "excluded by git or one of .gitignore, .rayignore"),
-        (here / "none", "does not exist"),
+        (here / "none", "none does not exist"),
     ):
         with pytest.raises(ConfigError, match=words):
             check_is_in(found, path, what="--config")
@@ -184,7 +184,7 @@ def test_a_checkout_in_the_folder_has_its_own_ignored_files(checkout):
 
 def test_a_git_that_does_not_answer_is_an_error_and_not_a_folder_without_one(checkout, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ConfigError, match="git cannot list what it ignores there"):
+    with pytest.raises(ConfigError, match="git cannot list the files that it ignores"):
         names(checkout)
     assert names(made(checkout.parents[1] / "plain", a="1")) == ["a"]
 

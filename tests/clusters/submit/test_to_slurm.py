@@ -180,9 +180,9 @@ def test_versions_of_the_named_environment_are_compared(slurm, clusters, shared,
     assert "Python is 3.9.1 there" in capsys.readouterr().err and not slurm.words("sbatch")
     python.write_text("#!/bin/bash\necho no such thing >&2; exit 127\n")
     assert submitted() == 2
-    assert "its Python does not report versions: no such thing" in " ".join(capsys.readouterr().err.split())
+    assert "has a Python that does not report versions: no such thing" in " ".join(capsys.readouterr().err.split())
     assert submitted("--bring-missing") == 2
-    assert "packages can be installed for a job only on a Ray cluster" in capsys.readouterr().err
+    assert "--bring-missing needs a Ray cluster" in capsys.readouterr().err
 
 
 def known(slurm, shared, *states):
@@ -271,7 +271,7 @@ def test_jobs_are_listed_by_squeue_and_sacct_and_found_by_name_or_number(slurm, 
         assert run_command(["jobs", "logs", name, "--to", "lab"]) == 0 and capsys.readouterr().out == "said\n"
     for name in ("other", "43"):
         assert run_command(["jobs", "logs", name, "--to", "lab"]) == 2
-        assert "has no job of this name or number" in capsys.readouterr().err
+        assert "is neither the name nor the number of a job" in capsys.readouterr().err
 
 
 def test_a_job_that_slurm_has_forgotten_is_over_and_a_controller_that_is_away_is_waited_for(slurm, shared):

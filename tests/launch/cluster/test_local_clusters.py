@@ -145,7 +145,7 @@ def test_a_cluster_of_a_name_that_is_up_is_refused_and_one_whose_processes_are_g
     [
         ({"nodes": 0}, "--nodes is 0: a cluster needs at least 1 node"),
         ({"cpus": 0}, "--cpus is 0"),
-        ({"port": 80}, "--port is 80: it must be 1024 to 65535"),
+        ({"port": 80}, "--port is 80: it must be between 1024 and 65535"),
         ({"name": "My Cluster"}, "at most 12 characters from a-z"),
         ({"name": "../elsewhere"}, "at most 12 characters from a-z"),
     ],
@@ -161,7 +161,7 @@ def test_a_port_that_is_taken_is_one_error(place):
 
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
-        pytest.raises(UsageError, match="it cannot be used: Address already in use"),
+        pytest.raises(UsageError, match="cannot be used: Address already in use"),
     ):
         scaleray.cluster_up(port=taken.getsockname()[1])
 

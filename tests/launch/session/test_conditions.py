@@ -127,10 +127,10 @@ def test_a_turn_that_was_changed_on_the_disk_is_refused_with_its_file(tmp_path):
 def test_turns_of_a_study_that_is_invalid_are_not_taken_over_and_stay(tmp_path):
     known = KnownTurns(str(tmp_path), conditions())
     target = ToTarget(is_reached=True, steps=1, samples=2, time_s=3.0, metric="val/loss", value=0.5)
-    for rung in ("w001-b8", "w002-b8"):
-        known.keep(rung, TURN, turn(1.0, "hot"), at=1.0)
-        known.keep(rung, TURN, turn(50.0, "cool"), at=50.0)
-        known.keep(rung, TARGET, target, at=2.0)
+    for study_size in ("w001-b8", "w002-b8"):
+        known.keep(study_size, TURN, turn(1.0, "hot"), at=1.0)
+        known.keep(study_size, TURN, turn(50.0, "cool"), at=50.0)
+        known.keep(study_size, TARGET, target, at=2.0)
     mark_invalid(str(tmp_path), InvalidTurns("hot", "the fan was off", 0.0, 10.0, workers=2))
     again = KnownTurns(str(tmp_path), conditions())
     assert again.turns("w001-b8") == [turn(1.0, "hot"), turn(50.0, "cool")] and again.to_target("w001-b8") == target

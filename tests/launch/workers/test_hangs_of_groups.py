@@ -19,7 +19,7 @@ from scaleray.data import as_source
 from scaleray.errors import PeerLostError, RunFailedError
 from scaleray.launch.workers import gloo
 from scaleray.launch.workers.gloo import UserCode
-from scaleray.studies.measure_sizes import Rung
+from scaleray.studies.measure_sizes import StudySize
 from scaleray.studies.study import measure_in_processes
 from scaleray.sweeps import trial_workers
 from scaleray.sweeps.sweep_plan import material_key
@@ -60,9 +60,9 @@ def of_check(folder):
 
 def of_study(folder):
     job, _ = make_job(Sleeps(16), FLAGS, world_size=2)
-    rung = Rung(name="two", workers=2, job=job, num_turns=1, steps=4, seconds=0.0)
+    study_size = StudySize(name="two", workers=2, job=job, num_turns=1, steps=4, seconds=0.0)
     code = UserCode(None, {}, None, job.workload)
-    measure_in_processes(code, str(folder), [rung], 0, lambda told: None, job.config, sources())
+    measure_in_processes(code, str(folder), [study_size], 0, lambda told: None, job.config, sources())
 
 
 @pytest.mark.parametrize("run", [of_check, of_study])

@@ -11,10 +11,10 @@ from small_runs import Classify, make_job
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.errors import LeftEarly
 from scaleray.launch.workers import local_run
+from scaleray.records.control_request import ControlRequest
 from scaleray.records.phases import Phase
 from scaleray.records.published import LinksMeasured
 from scaleray.records.run_record import EventRecord, Heartbeat
-from scaleray.records.wishes import Wish
 from scaleray.training import rank
 
 TOLD, WISHES = [], []
@@ -31,7 +31,7 @@ class Tells:
         with saying:
             TOLD.append(told)
         is_asked = told.rank == 0 and told.phase == Phase.EVALUATION
-        return WISHES.pop(0) if WISHES and is_asked else Wish.NOTHING
+        return WISHES.pop(0) if WISHES and is_asked else ControlRequest.NOTHING
 
 
 class EvaluatesUntilSeen(Classify):
@@ -70,7 +70,7 @@ def trained(place, folder, wish):
 
 
 def test_each_process_tells_that_it_lives_in_a_long_evaluation_and_nothing_after_its_end(gloo, tmp_path):
-    first, second = gloo.run(2, trained, str(tmp_path), Wish.LINKS)
+    first, second = gloo.run(2, trained, str(tmp_path), ControlRequest.LINKS)
     assert first.lives == {(0, 2)} and second.lives == {(1, 2)}
     assert first.has_evaluated, "the evaluation is a sign of life of its own"
     assert first.is_silent and second.is_silent
@@ -79,7 +79,7 @@ def test_each_process_tells_that_it_lives_in_a_long_evaluation_and_nothing_after
 
 def test_processes_that_are_asked_to_leave_save_and_do(gloo, tmp_path):
     assert (
-        gloo.run(2, trained, str(tmp_path), Wish.LEAVE)
+        gloo.run(2, trained, str(tmp_path), ControlRequest.LEAVE)
         == ["left in good order after step 3, whose checkpoint is complete"] * 2
     )
     assert [manifest.step for manifest in Catalog.of_run(str(tmp_path)).complete()] == [3]
@@ -101,10 +101,10 @@ def test_signs_of_life_reach_the_recorder_and_the_first_one_is_shown(monkeypatch
 
     def beat(heartbeat):
         beaten.append(heartbeat)
-        return Wish.LINKS
+        return ControlRequest.LINKS
 
     recorder = SimpleNamespace(log=logged.extend, beat=beat, alerts=SimpleNamespace())
     job, sources = make_job(Classify(), {}, world_size=2)
     local_run.run_in_processes(job, sources, recorder, run_path=str(tmp_path), facts={}, show=shown.extend)
     assert logged == [event] and beaten == beats and shown == [event, beats[0]]
-    assert answers == [None, Wish.LINKS, Wish.LINKS]
+    assert answers == [None, ControlRequest.LINKS, ControlRequest.LINKS]

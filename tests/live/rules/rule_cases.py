@@ -1,6 +1,6 @@
 """What each rule is shown to raise its alert, and what to keep silent: series with a point every five seconds.
 
-The same cases are played to Prometheus (`promtool test rules`) and to the judge of one run, so that the two cannot drift
+The same cases are played to Prometheus (`promtool test rules`) and to the evaluator of one run, so that the two cannot drift
 apart. In GONE a series has ended; None is no point, as of a metric that comes later.
 """
 

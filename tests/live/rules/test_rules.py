@@ -1,4 +1,4 @@
-"""Every rule raises its alert when it should and is silent when it should, in Prometheus as in the judge of one run."""
+"""Every rule raises its alert when it should and is silent when it should, in Prometheus as in the evaluator of one run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rule_cases import CASES, EVERY_S, GONE, GPU, RUN, Case, Points, noisy, stil
 from scaleray.common.watchers import Guard
 from scaleray.config.alerts import RULES as NAMES
 from scaleray.config.alerts import AlertLimits
-from scaleray.live.rules.rule import Found
-from scaleray.live.rules.rule_evaluator import BY_NAME, KEEP_S, RULES, Judge
+from scaleray.live.rules.rule import Match
+from scaleray.live.rules.rule_evaluator import BY_NAME, KEEP_S, RULES, RuleEvaluator
 from scaleray.live.rules.rule_files import as_yaml, files, labels, panel_link, run_in_link, words
 from scaleray.live.rules.series_history import MOST_POINTS, SeriesHistory
 
@@ -39,22 +39,22 @@ def test_names_of_the_config_are_the_rules_and_each_has_a_case_that_fires_and_on
 
 def test_each_rule_says_what_it_costs_and_what_to_do():
     for rule in RULES:
-        shown = rule.in_words(Found(0.5, "rank 1"))
+        shown = rule.in_words(Match(0.5, "rank 1"))
         assert "{" not in shown and rule.costs.endswith(".") and rule.advice.endswith("."), rule.name
         assert (rule.of != "") == ("{of}" in rule.summary), rule.name
 
 
 def judged(case: Case) -> list[str]:
-    """Names of the alerts that the judge has raised by the end of a case."""
-    seen, judge = SeriesHistory(), Judge(AlertLimits(), STRICT)
+    """Names of the alerts that the evaluator has raised by the end of a case."""
+    seen, evaluator = SeriesHistory(), RuleEvaluator(AlertLimits(), STRICT)
     for number in range(case.at_s // EVERY_S + 1):
         now = float(EVERY_S * number)
         for (metric, rank), points in case.series.items():
             if number < len(points) and not isinstance(points[number], str):
                 seen.add(metric, points[number], at=now, of=rank)
-        seen.look(now)
-        judge.look(seen)
-    return [alert.name for alert in judge.firing]
+        seen.advance(now)
+        evaluator.check(seen)
+    return [alert.name for alert in evaluator.firing]
 
 
 @pytest.mark.parametrize(
@@ -137,13 +137,13 @@ def test_the_file_of_the_repository_is_what_the_table_gives():
 
 
 def test_an_alert_that_comes_and_goes_is_raised_once_and_ends_when_it_stays_away():
-    seen, judge = SeriesHistory(), Judge(AlertLimits(), STRICT)
+    seen, evaluator = SeriesHistory(), RuleEvaluator(AlertLimits(), STRICT)
     told = []
     for number in range(60):
         now = 5.0 * number
         seen.add("ray_scaleray_disk_free_ratio", 0.02 if number < 20 and number % 4 else 0.5, at=now)
-        seen.look(now)
-        told += judge.look(seen)
+        seen.advance(now)
+        told += evaluator.check(seen)
     assert [(alert.name, alert.state) for alert in told] == [
         ("disk_nearly_full", "firing"),
         ("disk_nearly_full", "resolved"),
@@ -154,20 +154,22 @@ def test_an_alert_that_comes_and_goes_is_raised_once_and_ends_when_it_stays_away
 def test_a_rule_that_is_switched_off_is_not_judged_and_limits_are_those_given():
     seen = SeriesHistory()
     seen.add("ray_scaleray_disk_free_ratio", 0.3, at=0.0)
-    seen.look(0.0)
-    assert Judge(AlertLimits(), STRICT).look(seen) == []
-    assert [alert.name for alert in Judge(AlertLimits(disk_free_share=0.4), STRICT).look(seen)] == ["disk_nearly_full"]
-    assert Judge(AlertLimits(disk_free_share=0.4), STRICT, without=["disk_nearly_full"]).look(seen) == []
+    seen.advance(0.0)
+    assert RuleEvaluator(AlertLimits(), STRICT).check(seen) == []
+    assert [alert.name for alert in RuleEvaluator(AlertLimits(disk_free_share=0.4), STRICT).check(seen)] == [
+        "disk_nearly_full"
+    ]
+    assert RuleEvaluator(AlertLimits(disk_free_share=0.4), STRICT, without=["disk_nearly_full"]).check(seen) == []
 
 
 def looked_at(losses, steps_a_look):
     """Alerts of losses that come so many between two looks, 8 ms apart."""
-    seen, judge, told = SeriesHistory(), Judge(AlertLimits(), STRICT), []
+    seen, evaluator, told = SeriesHistory(), RuleEvaluator(AlertLimits(), STRICT), []
     for number, loss in enumerate(losses):
         seen.add("ray_scaleray_loss", loss, at=0.008 * number)
         if number % steps_a_look == steps_a_look - 1:
-            seen.look(0.008 * number)
-            told += judge.look(seen)
+            seen.advance(0.008 * number)
+            told += evaluator.check(seen)
     return told
 
 
@@ -194,10 +196,10 @@ def test_what_was_seen_is_kept_until_it_is_looked_at_and_then_forgotten():
     for number in range(3 * MOST_POINTS):
         seen.add("ray_scaleray_loss", 1.0, at=float(number))
         if number == MOST_POINTS - 1:
-            seen.look(float(number))
-    seen.look(3.0 * MOST_POINTS)
+            seen.advance(float(number))
+    seen.advance(3.0 * MOST_POINTS)
     assert len(seen.points("ray_scaleray_loss")[0]) == 3 * MOST_POINTS, "all but as many are new"
-    seen.look(3.0 * MOST_POINTS + 1)
+    seen.advance(3.0 * MOST_POINTS + 1)
     assert len(seen.points("ray_scaleray_loss")[0]) == MOST_POINTS
 
 

@@ -61,7 +61,7 @@ def test_trials_have_what_they_came_to_and_only_the_newest_of_thousands_are_show
 def test_ranks_of_a_study_are_compared_and_no_hang_is_seen_between_its_turns():
     ranks = ComparedRanks()
     for rank, ahead in enumerate((0.05, 0.01)):
-        ranks.hear(RankSample(rank, "a", 2, 5, 1.0, 0.1, memory={"used": 9}, ahead_s=(ahead,)))
+        ranks.take_sample(RankSample(rank, "a", 2, 5, 1.0, 0.1, memory={"used": 9}, ahead_s=(ahead,)))
     found = series(Measured("study", 1, 2), ranks)
     assert values(found, live.LATENESS_S, "rank") == pytest.approx({"0": 0.0, "1": 0.04})
     assert values(found, live.MEMORY_BYTES, "rank") == {"0": 9, "1": 9}

@@ -25,7 +25,7 @@ def sample(rank, world_size=2, **more):
 def compared(*samples):
     ranks = ComparedRanks()
     for one in samples:
-        ranks.hear(one)
+        ranks.take_sample(one)
     return ranks
 
 
@@ -56,7 +56,7 @@ def test_1024_ranks_with_everything_that_can_be_measured_have_at_most_30_series_
     }
     ranks = ComparedRanks()
     for rank in range(1024):
-        ranks.hear(sample(rank, 1024, **everything, ahead_s=(0.2, 0.1)))
+        ranks.take_sample(sample(rank, 1024, **everything, ahead_s=(0.2, 0.1)))
     compared_ones = [one for one in ranks.series(**RUN) if one.metric is not live.LINK_RATIO]
     assert len(ranks.series(**RUN)) == 1024 + 1, "the state of the links is one for all ranks"
     of_ranks = [one for each in ranks.samples.values() for one in rank_series(each, **RUN)] + compared_ones
@@ -83,33 +83,33 @@ def test_lateness_needs_all_ranks_and_a_place_that_all_came_by():
 def test_a_link_that_becomes_slow_falls_behind_its_own_best_and_a_late_rank_does_not_make_it_so():
     ranks = compared(sample(0, ahead_s=(0.02,)), sample(1, ahead_s=(0.02,)))
     assert values(ranks, live.LINK_RATIO) == {"run": 1.0}
-    ranks.hear(sample(0, ahead_s=(0.52,)))
+    ranks.take_sample(sample(0, ahead_s=(0.52,)))
     assert values(ranks, live.LINK_RATIO) == {"run": 1.0}, "rank 1 came late: nobody waits for the link"
-    ranks.hear(sample(0, ahead_s=(0.1,)))
-    ranks.hear(sample(1, ahead_s=(0.1,)))
+    ranks.take_sample(sample(0, ahead_s=(0.1,)))
+    ranks.take_sample(sample(1, ahead_s=(0.1,)))
     assert values(ranks, live.LINK_RATIO) == {"run": pytest.approx(0.2)}
 
 
 def test_transfers_of_less_than_a_scheduler_takes_are_not_told_apart():
     ranks = compared(sample(0, ahead_s=(1e-5,)), sample(1, ahead_s=(1e-5,)))
-    ranks.hear(sample(0, ahead_s=(9e-4,)))
-    ranks.hear(sample(1, ahead_s=(9e-4,)))
+    ranks.take_sample(sample(0, ahead_s=(9e-4,)))
+    ranks.take_sample(sample(1, ahead_s=(9e-4,)))
     assert values(ranks, live.LINK_RATIO) == {"run": 1.0}
 
 
 def test_a_transfer_that_is_a_small_part_of_the_step_says_nothing_of_the_link():
     ranks = compared(*(sample(rank, ahead_s=(0.002,), step_time_s=0.1) for rank in (0, 1)))
     for rank in (0, 1):
-        ranks.hear(sample(rank, ahead_s=(0.01,), step_time_s=0.1))
+        ranks.take_sample(sample(rank, ahead_s=(0.01,), step_time_s=0.1))
     assert values(ranks, live.LINK_RATIO) == {"run": 1.0}
     for rank in (0, 1):
-        ranks.hear(sample(rank, ahead_s=(0.1,), step_time_s=0.2))
+        ranks.take_sample(sample(rank, ahead_s=(0.1,), step_time_s=0.2))
     assert values(ranks, live.LINK_RATIO) == {"run": pytest.approx(0.4)}
 
 
 def test_a_group_of_another_size_begins_again():
     ranks = compared(*(sample(rank, 3, ahead_s=(0.1,)) for rank in range(3)))
-    ranks.hear(sample(0, 2, ahead_s=(0.1,)))
+    ranks.take_sample(sample(0, 2, ahead_s=(0.1,)))
     assert list(ranks.samples) == [0]
 
 

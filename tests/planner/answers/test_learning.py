@@ -94,7 +94,7 @@ def test_the_models_own_points_are_preferred_and_others_teach_where_there_are_no
 
 
 def test_points_on_another_gpu_teach_nothing_of_this_one():
-    with pytest.raises(UsageError, match="--learn found points only on a100-80, and the plan is for h100"):
+    with pytest.raises(UsageError, match="--learn found points only on a100-80, but the plan is for h100"):
         lesson(team(gpu="a100-80"))
     with pytest.raises(UsageError, match=r"found no points(?s:.*)omitted: curve: the fan was off"):
         lesson(TeamPoints((), {}, ("curve: the fan was off",)))

@@ -15,7 +15,7 @@ import pytest
 from scaleray.profiling.traces.intervals import both, length, union
 from scaleray.profiling.traces.kernel_kinds import Kind, kinds_of
 from scaleray.profiling.traces.launches import launches_of, pauses_of, queues_of
-from scaleray.profiling.traces.meetings import collectives_of
+from scaleray.profiling.traces.matched_collectives import collectives_of
 from scaleray.profiling.traces.partition import marked_steps, partition_of
 from scaleray.profiling.traces.trace import read_trace
 

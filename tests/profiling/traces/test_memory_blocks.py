@@ -90,7 +90,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_runs_none(tmp_path, monkeyp
         (json.dumps(snapshot()).encode()[:200], "not a complete memory snapshot .JSONDecodeError"),
         (b'{"traceEvents": []}', "not a complete memory snapshot .KeyError: 'segments'"),
         (pickle.dumps([1, 2]), "not a complete memory snapshot .TypeError: list instead of dict"),
-        (b'{"segments": []}', "a snapshot without blocks"),
+        (b'{"segments": []}', "has no memory blocks"),
     ],
 )
 def test_what_is_no_snapshot_is_refused_with_one_message(content, message):

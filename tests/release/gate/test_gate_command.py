@@ -16,10 +16,10 @@ from scaleray.errors import ConfigError, TrackingError, UsageError
 from scaleray.records.alert_record import Alert
 from scaleray.records.conditions import start_key
 from scaleray.release.gate.evidence import collect
+from scaleray.release.gate.gate import evaluate_evidence
 from scaleray.release.gate.gate import gate as judge
-from scaleray.release.gate.gate import judge_evidence
-from scaleray.release.gate.kept_evidence import keep_evidence, read_evidence
 from scaleray.release.gate.policy_file import policy_of, read_policy
+from scaleray.release.gate.stored_evidence import read_evidence, store_evidence
 from scaleray.release.gates.policy import Policy
 from tests import study_examples
 from tests.recorded_runs import a_certificate, a_run
@@ -141,9 +141,9 @@ def test_a_run_beside_it_that_was_killed_and_went_on_is_a_fault_survived(tmp_pat
     assert found.answer == "pass" and "faults: 1 runs next to it" in " ".join(found.notes)
     folder = tmp_path / "kept"
     evidence = collect([run])
-    keep_evidence(evidence, policy_of(policy, where="here"), folder)
+    store_evidence(evidence, policy_of(policy, where="here"), folder)
     kept, held = read_evidence(folder)
-    assert judge_evidence(kept, held, gates=["operations"]).gates[0].checks == found.gates[0].checks
+    assert evaluate_evidence(kept, held, gates=["operations"]).gates[0].checks == found.gates[0].checks
 
 
 def test_runs_that_are_named_are_all_there_are(tmp_path):
@@ -180,16 +180,16 @@ def test_what_lies_beside_a_run_in_a_bucket_is_found_and_so_are_its_alerts(tmp_p
     assert judge(*runs[:2], gates=["operations"]).answer == "pass"
     found = judge(*runs, gates=["operations"])
     assert found.answer == "fail" and "loss spike" in found.gates[0].checks[-1].words
-    keep_evidence(collect(runs), policy_of({}, where="here"), tmp_path / "kept")
+    store_evidence(collect(runs), policy_of({}, where="here"), tmp_path / "kept")
     kept, held = read_evidence(tmp_path / "kept")
-    assert judge_evidence(kept, held, gates=["operations"]).gates[0].checks == found.gates[0].checks
+    assert evaluate_evidence(kept, held, gates=["operations"]).gates[0].checks == found.gates[0].checks
 
 
 @pytest.mark.parametrize("name", ["nowhere", "file:///nowhere", "candidate0/record.json"])
 def test_a_certificate_that_is_none_is_one_error(tmp_path, name):
     (run,) = a_folder_of_runs(tmp_path, "candidate", number=1)
     where = name if "://" in name else str(tmp_path / name)
-    with pytest.raises(TrackingError, match="holds no certificate"):
+    with pytest.raises(TrackingError, match="has no certificate"):
         collect([run], certificates=[where])
 
 
@@ -250,16 +250,16 @@ def test_a_study_alone_is_asked_for_scaling_and_equality_and_the_others_are_name
     assert record.gates[1].command == f"scaleray gate {study} --gates scaling"
     assert gate(study, gates="scaling", json=True) == 3
     assert json.loads(capsys.readouterr().out)["gates"][0]["gate"] == "scaling"
-    with pytest.raises(UsageError, match="studies support only the gates equality and scaling"):
+    with pytest.raises(UsageError, match="a study has only the gates equality and scaling"):
         judge(study, gates=["operations"])
-    with pytest.raises(UsageError, match="a study has no baseline"):
+    with pytest.raises(UsageError, match="which takes no --against and no --study"):
         judge(study, against=[study])
     with pytest.raises(UsageError, match="no curve of weak scaling"):
         judge(study, policy={"scaling": {"mode": "weak"}})
 
 
 def test_an_unknown_gate_and_no_run_name_what_there_is(tmp_path):
-    with pytest.raises(ConfigError, match="gates are fingerprint, equality"):
+    with pytest.raises(ConfigError, match="it must be one of fingerprint, equality"):
         judge(str(tmp_path), gates=["fingerprints"])
     with pytest.raises(UsageError, match="Give the RUN of a training or a study"):
         gate()
@@ -267,7 +267,7 @@ def test_an_unknown_gate_and_no_run_name_what_there_is(tmp_path):
 
 def test_a_file_that_is_no_certificate_is_one_error(tmp_path):
     (run,) = a_folder_of_runs(tmp_path, "candidate", number=1)
-    with pytest.raises(TrackingError, match=r"holds no certificate\.json"):
+    with pytest.raises(TrackingError, match=r"has no certificate\.json"):
         collect([run], certificates=[run])
 
 
@@ -278,7 +278,7 @@ def test_a_file_that_is_no_certificate_is_one_error(tmp_path):
         ("convergense: {}", r"yaml:1 convergense.*unknown key(?s:.*)did you mean convergence"),
         ("scaling:\n\n  min_efficiency: 7", r"yaml:3 scaling.min_efficiency.*is 7"),
         ("convergence: {target: high}", r"convergence.target.*a metric, >= or <=, and a number"),
-        ("- a", "it must hold the sections fingerprint"),
+        ("- a", "is not a mapping with the sections fingerprint"),
         ("{", "cannot be read"),
     ],
 )

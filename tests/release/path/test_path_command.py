@@ -69,11 +69,11 @@ def test_status_shows_every_task_and_decision_as_tables_and_as_json(path, comman
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["next", "--until", "the end"], "steps are baseline"),
-        (["next", "--print", "--until", "the end"], "steps are baseline"),
-        (["skip", "baseline", "--reason", "no"], "digits has baseline/baseline-0"),
+        (["next", "--until", "the end"], "it must be one of baseline"),
+        (["next", "--print", "--until", "the end"], "it must be one of baseline"),
+        (["skip", "baseline", "--reason", "no"], "it must be one of baseline/baseline-0"),
         (["skip", "baseline/baseline-0"], "--reason"),
-        (["redo", "the/end"], "digits has baseline/baseline-0"),
+        (["redo", "the/end"], "it must be one of baseline/baseline-0"),
     ],
 )
 def test_a_slip_is_one_message(path, commands, capsys, words, message):

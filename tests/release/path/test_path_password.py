@@ -61,5 +61,5 @@ def test_a_saved_address_has_the_password_of_the_environment_only_if_all_else_is
     monkeypatch.setenv("MLFLOW_TRACKING_URI", given := "postgresql://db/mlflow?user=me&password=hunter2")
     assert store.resolve_uri(store.without_password(given)) == given
     monkeypatch.setenv("MLFLOW_TRACKING_URI", URI)
-    with pytest.raises(TrackingError, match="the saved value lacks its password"):
+    with pytest.raises(TrackingError, match="was saved without its password"):
         store.resolve_uri("http://me:***@other:9")

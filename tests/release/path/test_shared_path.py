@@ -72,7 +72,7 @@ def test_a_colleague_goes_on_where_the_folder_is_shared_and_is_told_where_it_is_
         assert closed.stdout.startswith("refused: the path is ") and "Permission denied" in closed.stdout
         folder.chmod(0o755)
         refused = colleague.run(sys.executable, "-c", GO_ON, str(folder))
-        assert refused.stdout.startswith("refused: the path's folder is "), refused.stderr
+        assert refused.stdout.startswith("refused: The path cannot be used: "), refused.stderr
         assert "Permission denied" in refused.stdout and "chmod -R g+rwX" in refused.stdout
         folder.chmod(0o777)
         (folder / ".lock").chmod(0o644)  # made by its owner, whose it stays
@@ -126,17 +126,17 @@ def test_a_command_whose_call_was_killed_is_waited_for_and_not_failed(path, comm
     call.kill()
     call.wait()
     assert find_path(path.folder).tasks[0].status == "running"
-    with pytest.raises(UsageError, match="its command still runs"):
+    with pytest.raises(UsageError, match="is still running"):
         scaleray.redo_on_path(task.key, name=path.folder)
-    with pytest.raises(UsageError, match="its command still runs"):
+    with pytest.raises(UsageError, match="is still running"):
         scaleray.skip_on_path(task.key, "it is slow", name=path.folder)
-    going_on = threading.Thread(target=scaleray.next_on_path, args=(path.folder,), daemon=True)
-    going_on.start()
+    current_command = threading.Thread(target=scaleray.next_on_path, args=(path.folder,), daemon=True)
+    current_command.start()
     said = ""
     while "waiting for the command" not in said:
         said += capsys.readouterr().err
     assert commands.ran == []
     (tmp_path / "end").touch()
-    going_on.join(timeout=60)
+    current_command.join(timeout=60)
     assert log.read_text() == "begun\nended\n", "it ended well without the call that began it"
     assert find_path(path.folder).tasks[0].status == "done" and len(commands.ran) == 1

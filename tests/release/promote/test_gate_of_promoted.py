@@ -116,15 +116,15 @@ def test_bad_input_is_one_error_each(promoted, tmp_path):
     version = "corners@champion"
     with pytest.raises(UsageError, match="must be above 0"):
         scaleray.gate(against=version, days=0, uri=uri)
-    with pytest.raises(UsageError, match="applies only against a registered version"):
+    with pytest.raises(UsageError, match="--days requires a registered version"):
         scaleray.gate("nowhere", against="corners", days=3, uri=uri)
     with pytest.raises(UsageError, match="NAME@ALIAS or NAME/VERSION"):
         scaleray.gate(against="models:/corners", uri=uri)
     with pytest.raises(UsageError, match="a registered version must be the only baseline"):
         scaleray.gate(against=[version, "models:/corners/1"], uri=uri)
-    with pytest.raises(UsageError, match="against a registered version it has no effect"):
+    with pytest.raises(UsageError, match="has no effect with a registered version"):
         scaleray.gate(against=version, study="study", uri=uri)
-    with pytest.raises(ConfigError, match="against a registered version the gates are speed, convergence, data"):
+    with pytest.raises(ConfigError, match="it must be one of speed, convergence, data with a registered version"):
         scaleray.gate(against=version, gates=["scaling"], uri=uri)
     with pytest.raises(TrackingError, match="no run of this id or name"):
         scaleray.gate("nowhere", against=version, uri=uri)

@@ -62,7 +62,7 @@ def test_the_job_trains_what_was_promoted_and_the_version_has_the_pipeline(sides
         if check.answer == "fail"
     ]
     assert words == ["job.yaml was changed"]
-    with pytest.raises(UsageError, match="already exists and differs"):
+    with pytest.raises(UsageError, match="already exists with different content"):
         promote(candidates, "champion", against=baselines, policy=POLICY, pipeline=folder, uri=uri)
 
 
@@ -167,10 +167,10 @@ class TestMeasuredLimits:
 
 
 def test_an_unknown_cluster_is_refused_before_anything_is_asked():
-    with pytest.raises(UsageError, match="kinds are local, kubernetes, slurm, ray-up"):
+    with pytest.raises(UsageError, match="it must be one of local, kubernetes, slurm, ray-up"):
         promote("nowhere", "champion", cluster="mesos")
 
 
 def test_a_pipeline_without_an_alias_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="needs an alias"):
+    with pytest.raises(UsageError, match="--pipeline requires an alias"):
         promote("nowhere", pipeline=tmp_path / "new")

@@ -64,10 +64,10 @@ def test_a_pipe_hears_of_what_is_long_and_not_of_what_is_short(clock):
             clock.wait(0.2)
         with progress.stage("a moment"):
             clock.wait(1.4)
-            shown.look()
+            shown.report_if_quiet()
         with progress.stage("hashing", total=100, unit="MiB") as hashing:
             for _ in range(20):
-                shown.look()
+                shown.report_if_quiet()
                 clock.wait(2)
                 hashing.advance(5)
     assert printed(shown).splitlines() == [
@@ -85,7 +85,7 @@ def test_lines_of_others_count_as_signs_of_life(clock):
         for _ in range(30):
             clock.wait(1)
             shown.say("  [1/30] a turn")
-            shown.look()
+            shown.report_if_quiet()
     assert "..." not in printed(shown) and printed(shown).count("measuring") == 1
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from scaleray.records.experiment import Experiment
-from scaleray.studies.curves.history import change_points, courses
+from scaleray.studies.curves.history import change_points, histories
 
 
 @pytest.mark.combination
@@ -69,24 +69,24 @@ def test_a_course_says_what_else_changed_and_leaves_out_what_must_not_be_used():
         0.79,
         0.77,
     ]
-    [course] = courses([*points(values)[::-1], *points([0.1], invalid="the fan was off")], figure="efficiency")
-    assert course.values == values
-    [change] = course.changes
-    assert change.index == 10 and course.is_worse(change) and course.explained(change) == ["code old -> new"]
-    assert course.to_dict()["changes"][0]["at"] == "2026-01-11T08:00:00"
+    [history] = histories([*points(values)[::-1], *points([0.1], invalid="the fan was off")], figure="efficiency")
+    assert history.values == values
+    [change] = history.changes
+    assert change.index == 10 and history.is_worse(change) and history.explained(change) == ["code old -> new"]
+    assert history.to_dict()["changes"][0]["at"] == "2026-01-11T08:00:00"
 
 
 def test_other_machines_and_sizes_are_courses_of_their_own():
-    found = courses(
+    found = histories(
         [*points([0.9] * 3), *points([0.5] * 2, gpus=16), *points([0.4] * 4, hardware="8 x A100")], figure="efficiency"
     )
     assert [(len(one.points), one.values[0]) for one in found] == [(4, 0.4), (3, 0.9), (2, 0.5)]
 
 
 def test_a_page_shows_each_course():
-    from scaleray.studies.history_page import course_headline, history_page
+    from scaleray.studies.history_page import history_headline, history_page
 
-    found = courses(points([0.9, 0.91, 0.92, 0.9, 0.91, 0.6, 0.61, 0.6, 0.62, 0.61]), figure="efficiency")
-    assert course_headline(found) == "10 points on 1 curve: 1 change beyond noise, 1 for the worse"
+    found = histories(points([0.9, 0.91, 0.92, 0.9, 0.91, 0.6, 0.61, 0.6, 0.62, 0.61]), figure="efficiency")
+    assert history_headline(found) == "10 points on 1 curve: 1 change beyond noise, 1 for the worse"
     page = history_page(found, command="scaleray tracking curve")
     assert "<svg" in page and "digits.Digits, 8 workers, strong" in page and "worse: 91.0% to 61.0%" in page

@@ -177,8 +177,8 @@ def test_price_and_marks_stand_in_the_verdict():
     ("mode", "points", "word"),
     [
         ("strong", [], "at least one"),
-        ("strong", planted(lambda n: n, [2, 2]), "each may occur only once"),
-        ("strong", planted(lambda n: n, [1], mode="weak"), "all must be strong"),
+        ("strong", planted(lambda n: n, [2, 2]), "has duplicate numbers of workers"),
+        ("strong", planted(lambda n: n, [1], mode="weak"), "the strong curve has a weak point"),
         ("strong", [point(1, [[0.1]]), point(2, [[0.1]], batch=64)], "it must be 960"),
         ("weak", [point(1, [[0.1]], mode="weak", batch=8), point(2, [[0.1]], mode="weak", batch=8)], "it must be 16"),
     ],

@@ -11,11 +11,11 @@ from collections import deque
 import pytest
 from waiting import wait_until
 
-from scaleray.records.wishes import Wish
+from scaleray.records.control_request import ControlRequest
 from scaleray.training.health.worker_progress import Progress, Tail, Watchdog, waits_for_others, where
 
 
-def watch(progress, *, limit_s=0.2, beat=lambda step, phase, since_s: Wish.NOTHING):
+def watch(progress, *, limit_s=0.2, beat=lambda step, phase, since_s: ControlRequest.NOTHING):
     hangs: list[str] = []
     leaves = threading.Event()
     dog = Watchdog(progress, interval_s=0.02, limit_s=limit_s, beat=beat, on_leave=leaves.set, on_hang=hangs.append)
@@ -140,7 +140,7 @@ def test_a_request_to_leave_reaches_the_loop_and_a_deaf_recorder_is_no_reason_to
         calls.append(step)
         if len(calls) < 3:
             raise ConnectionError("nobody listens")
-        return Wish.LEAVE
+        return ControlRequest.LEAVE
 
     dog, hangs, leaves = watch(progress, beat=beat)
     with dog:

@@ -370,8 +370,8 @@ def test_a_rank_that_cannot_measure_noise_goes_on_with_the_others(gloo, way, sin
 def test_a_model_whose_operations_cannot_be_counted_is_studied_without_mfu(monkeypatch, error, said):
     monkeypatch.setattr(running_study, "profile_workload", mock.Mock(side_effect=error))
     split = SimpleNamespace(gives_tuples=False)
-    rung = SimpleNamespace(job=SimpleNamespace(workload=None, splits={"train": split}))
+    study_size = SimpleNamespace(job=SimpleNamespace(workload=None, splits={"train": split}))
     config = SimpleNamespace(precision=None)
-    study = SimpleNamespace(rungs={0: rung}, sources={"train": mock.Mock()}, config=config, profile=None)
+    study = SimpleNamespace(study_sizes={0: study_size}, sources={"train": mock.Mock()}, config=config, profile=None)
     running_study.RunningStudy._count_operations(study)
     assert study.profile == said

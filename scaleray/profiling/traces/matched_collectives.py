@@ -40,7 +40,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class MatchedCollective:
     """One collective on all traced ranks that took part."""
 
     group: str
@@ -74,7 +74,7 @@ def collectives_of(trace: Trace) -> list[Collective]:
     return found
 
 
-def join(collectives: Mapping[int, list[Collective]]) -> list[Meeting]:
+def join(collectives: Mapping[int, list[Collective]]) -> list[MatchedCollective]:
     """Match collectives of at least two ranks, given by rank number; ordered by the first rank's starts."""
     meetings: dict[tuple[str, str, int, bool], dict[int, Collective]] = {}
     for rank in sorted(collectives):
@@ -85,13 +85,13 @@ def join(collectives: Mapping[int, list[Collective]]) -> list[Meeting]:
             calls[key] += 1
             meetings.setdefault((*key, number, each.sequence is not None), {})[rank] = each
     return [
-        Meeting(group, operation, number, by_sequence, parts)
+        MatchedCollective(group, operation, number, by_sequence, parts)
         for (group, operation, number, by_sequence), parts in meetings.items()
         if len(parts) > 1
     ]
 
 
-def lateness_ns(meetings: list[Meeting], offsets: Mapping[int, int]) -> dict[int, float]:
+def lateness_ns(meetings: list[MatchedCollective], offsets: Mapping[int, int]) -> dict[int, float]:
     """Median delay of each rank behind the first one over all matched collectives, on the clock of the first rank.
 
     offsets: nanoseconds by which each rank's clock is ahead.

@@ -7,7 +7,7 @@ from scaleray.common import metric_names as names
 from scaleray.common.metric import Metric, prometheus_name
 from scaleray.config.alerts import AlertLimits
 from scaleray.live.rules.promql import RUN, ended, grown, of_run, remembered
-from scaleray.live.rules.rule import Found, Rule
+from scaleray.live.rules.rule import Match, Rule
 from scaleray.live.rules.series_history import SeriesHistory
 
 HOUR_S = 3600.0
@@ -24,13 +24,13 @@ def _no_progress_query(limits: AlertLimits) -> str:
     return f"{age} > {limits.no_progress_s:g} unless {usual} unless ({ended()})"
 
 
-def _no_progress(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
+def _no_progress(seen: SeriesHistory, limits: AlertLimits) -> Match | None:
     last = seen.last(LAST_STEP)
     if last is None or _has_ended(seen):
         return None
     age_s = seen.now - max(last, seen.last(LONG_PHASE) or last)
     limit_s = max(limits.no_progress_s, limits.no_progress_steps * (seen.last(STEP_TIME) or 0.0))
-    return Found(age_s) if age_s > limit_s else None
+    return Match(age_s) if age_s > limit_s else None
 
 
 def _worker_lost_query(limits: AlertLimits) -> str:
@@ -42,19 +42,19 @@ def _worker_lost_query(limits: AlertLimits) -> str:
     return f"(({missing}) or ({all_gone}) or ({began_again})) unless ({ended()})"
 
 
-def _worker_lost(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
+def _worker_lost(seen: SeriesHistory, limits: AlertLimits) -> Match | None:
     known, telling = len(seen.series.get(LAST_STEP, {})), len(seen.newest(LAST_STEP))
     if not known or _has_ended(seen):
         return None
     missing = (seen.last(WORLD_SIZE) or known) - telling
     if missing <= 0 and seen.knows_since(prometheus_name(live.STEPS), BEGAN_AGAIN_S):
         missing = grown_in(seen, live.RESTARTS, BEGAN_AGAIN_S)
-    return Found(missing) if missing > 0 else None
+    return Match(missing) if missing > 0 else None
 
 
-def _restarts(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
+def _restarts(seen: SeriesHistory, limits: AlertLimits) -> Match | None:
     count = grown_in(seen, live.RESTARTS, HOUR_S)
-    return Found(count) if count >= limits.restarts_an_hour else None
+    return Match(count) if count >= limits.restarts_an_hour else None
 
 
 def grown_in(seen: SeriesHistory, metric: Metric, last_s: float) -> float:
@@ -125,7 +125,7 @@ RULES = (
         "checkpoint.",
         ("run", "State"),
         lambda limits: _FAILED_QUERY,
-        lambda seen, limits: Found(1.0) if seen.last(FAILED) else None,
+        lambda seen, limits: Match(1.0) if seen.last(FAILED) else None,
     ),
     Rule(
         "run_finished",
@@ -136,6 +136,6 @@ RULES = (
         "Read its record: scaleray report RUN.",
         ("run", "State"),
         lambda limits: _FINISHED_QUERY,
-        lambda seen, limits: Found(1.0) if seen.last(FINISHED) else None,
+        lambda seen, limits: Match(1.0) if seen.last(FINISHED) else None,
     ),
 )

@@ -30,7 +30,7 @@ INDEX, EVALUATIONS, STUDY = "evidence.json", "evaluations.json", "study.json"
 SIDES = ("candidates", "baselines", "endured")
 
 
-def keep_evidence(evidence: Evidence, policy: Policy, folder: Path) -> Evidence:
+def store_evidence(evidence: Evidence, policy: Policy, folder: Path) -> Evidence:
     """Write evidence and policy to a new folder, and return the evidence read back from it, which gives the same
     answers of the gates."""
     folder.mkdir(parents=True)
@@ -56,7 +56,7 @@ def keep_evidence(evidence: Evidence, policy: Policy, folder: Path) -> Evidence:
 
 
 def read_evidence(folder: Path) -> tuple[Evidence, Policy]:
-    """Read evidence that `keep_evidence` wrote. Raises TrackingError for an incomplete folder."""
+    """Read evidence that `store_evidence` wrote. Raises TrackingError for an incomplete folder."""
     try:
         about = load_json((folder / INDEX).read_bytes())
         sides: dict[str, list[FoundRun]] = {side: [] for side in SIDES}
@@ -73,7 +73,7 @@ def read_evidence(folder: Path) -> tuple[Evidence, Policy]:
         study = record_of((folder / STUDY).read_bytes(), where=STUDY) if (folder / STUDY).is_file() else None
         policy = policy_of(about["policy"], where="stored with the evidence")
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as exc:
-        raise TrackingError("the evidence", str(folder), f"it is incomplete: {type(exc).__name__} {exc}") from exc
+        raise TrackingError.problem("The evidence", f"in {folder} is incomplete: {type(exc).__name__} {exc}") from exc
     assert study is None or isinstance(study, StudyRecord)
     return Evidence(**sides, certificates=certificates, study=study, notes=list(about["notes"])), policy
 

@@ -18,21 +18,21 @@ from scaleray.errors import ConfigError, DataError
 from scaleray.records.start import steady_time
 from scaleray.records.study_record import Mode
 from scaleray.studies.hardware import OVERSUBSCRIBED, RELAUNCHED
-from scaleray.studies.measure_sizes import Rung
+from scaleray.studies.measure_sizes import StudySize
 from scaleray.studies.noise import source_of
 from scaleray.studies.study_options import MODES, StudyOptions
 from scaleray.training.setup.job import TrainJob
 
 
-def make_rungs(
+def make_study_sizes(
     config: RunConfig, options: StudyOptions, workload: Any, sources: Mapping[str, Source], *, cores: int | None = None
-) -> dict[str, Rung]:
+) -> dict[str, StudySize]:
     """Every size with its recipe, by name, in the order of the curves. cores: number of cores that workers share if
     they have no devices; None: no size is marked. Raises UsageError for sizes that do not divide or options that
     conflict."""
     splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
     _check(config, options, splits)
-    rungs: dict[str, Rung] = {}
+    study_sizes: dict[str, StudySize] = {}
     for mode in MODES:
         for workers in options.sizes if mode in options.modes else ():
             global_size = _global_size(config, mode, workers, options)
@@ -47,17 +47,17 @@ def make_rungs(
                 raise DataError(
                     "--world-sizes",
                     workers,
-                    f"with --mode weak {exc.what} {exc.allowed}",
-                    "leave the size out, or begin with a smaller batch.global_size",
+                    f"with --mode weak, {exc.what} is {exc.found} there: {exc.allowed}",
+                    "omit the size, or begin with a smaller batch.global_size",
                 ) from exc
             job = TrainJob(spread, recipe, workload, splits, steady_time())
             name = f"w{workers:03d}-b{recipe.global_batch_size}-m{recipe.micro_batch_size}-{recipe.strategy}"
             name += "-relaunched" if options.relaunch else ""
-            if name in rungs:
-                rungs[name].modes.append(mode)
+            if name in study_sizes:
+                study_sizes[name].modes.append(mode)
                 continue
             is_crowded = cores is not None and not config.scale.gpus and workers > cores
-            rungs[name] = Rung(
+            study_sizes[name] = StudySize(
                 name=name,
                 workers=workers,
                 modes=[mode],
@@ -71,7 +71,7 @@ def make_rungs(
                 measures_noise=source_of(job).name is not None,
                 marks=[OVERSUBSCRIBED] * is_crowded + [RELAUNCHED] * options.relaunch,
             )
-    return rungs
+    return study_sizes
 
 
 def on_workers(config: RunConfig, workers: int, global_size: int, *, as_given: bool) -> RunConfig:
@@ -100,7 +100,7 @@ def _check(config: RunConfig, options: StudyOptions, splits: Mapping[str, Split]
             "memory.find_micro_size",
             True,
             "every measurement would search again, and sizes with different micro-batches cannot form a curve",
-            "set batch.micro_size to the result of a training on the smallest size, and leave this out",
+            "set batch.micro_size to the result of a training on the smallest size, and omit memory.find_micro_size",
         )
     _check_shares(config, options)
     if options.to_target and config.stop.at is None:
@@ -128,7 +128,7 @@ def _check_shares(config: RunConfig, options: StudyOptions) -> None:
         raise ConfigError(
             "shares.speeds",
             list(speeds),
-            f"there is no speed for each of {other[0]} workers",
+            f"{other[0]} workers need {other[0]} speeds",
             f"measure 1 and {len(speeds)} workers, or use equal shares",
         )
 

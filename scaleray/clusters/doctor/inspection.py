@@ -46,7 +46,7 @@ class Subject:
     network: str = ""
 
 
-class Look:
+class Inspection:
     """Check of a fleet; the findings of each part are collected in `seen`."""
 
     def __init__(self, fleet: Fleet, subject: Subject) -> None:

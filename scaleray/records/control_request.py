@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 
-class Wish(StrEnum):
+class ControlRequest(StrEnum):
     """Action requested of a worker after its step. The empty string, which is false, means none."""
 
     NOTHING = ""
