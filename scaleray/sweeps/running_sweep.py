@@ -60,6 +60,8 @@ class RunningSweep(Campaign):
         self.plan, self.asked, self.files, self.nodes = plan, asked, files, nodes
         self.tracking_uri, self.continued_at = tracking_uri, started_at
         self.trials: list[Trial] = files.read_trials()
+        self.places: dict[int, int] = {}
+        """Place of each trial's line, by its number."""
         self._is_recorded = False
 
     def __enter__(self) -> RunningSweep:
@@ -198,7 +200,9 @@ class RunningSweep(Campaign):
         self.under_way.advance()
         if is_said:
             num_started = sum(t.status != NOT_STARTED for t in self.trials)
-            self.say(trial_line(trial, num_started, self._num_planned()))
+            self.places[trial.number] = num_started
+            same_as = self.places.get(-1 if trial.same_as is None else trial.same_as)
+            self.say(trial_line(trial, num_started, self._num_planned(), same_as=same_as))
         self._count_for_others(trial)
 
     def _count_for_others(self, trial: Trial) -> None:

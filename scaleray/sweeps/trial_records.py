@@ -93,8 +93,9 @@ def _target_hit(
     return next(((n, s) for n, s, v in points if target.is_reached({target.metric: v})), None)
 
 
-def trial_line(trial: Trial, number: int, total: int) -> str:
-    """One line for a trial, in fixed columns."""
+def trial_line(trial: Trial, number: int, total: int, *, same_as: int | None = None) -> str:
+    """One line for a trial, in fixed columns. number: position among the lines. same_as: that of the trial whose
+    training counts for this one."""
     others = in_words(trial.settings)
     value = "-" if trial.value is None else f"{trial.value:.4g}"
     line = (
@@ -104,5 +105,5 @@ def trial_line(trial: Trial, number: int, total: int) -> str:
         f"{trial.training_time_s:.3g} s | {trial.status}"
     )
     if trial.same_as is not None:
-        return f"{line}, the same training as trial {trial.same_as}"
+        return f"{line}, the same training as trial {same_as or trial.same_as + 1}"
     return f"{line}: {trial.error.splitlines()[0]}" if trial.error else line

@@ -368,7 +368,8 @@ def test_the_record_of_another_name_has_the_figures_and_no_time_of_workers():
         assert (trial.value, trial.curve, trial.samples, trial.status) == (0.5, first.curve, 16, "target missed")
         assert (trial.total_time_s, trial.run_id) == (0.0, "")
         assert same.counted(trial, [first]) == []
-        assert "the same training as trial 1" in trial_line(trial, 1, 3)
+        assert "the same training as trial 2" in trial_line(trial, 1, 3)
+        assert "the same training as trial 3" in trial_line(trial, 1, 3, same_as=3)
     # an interrupted sweep goes on: what is recorded is neither trained nor counted again
     assert same.counted(first, counted[:1]) == counted[1:]
     assert same.to_train([0, 2], [first]) == []

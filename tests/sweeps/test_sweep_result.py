@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from scaleray.records.study_record import Conditions
 from scaleray.records.sweep_record import SweepRecord, Trial
+from scaleray.records.text.headlines import sweep_headline
 from scaleray.sweeps.result import common_causes, find_knee, rule_range, sentences, with_common_target
 from scaleray.training.noise.statistical_efficiency import TradeOff
 
@@ -109,6 +110,13 @@ def test_one_setting_can_be_both():
     text = said(record([trial(32, samples=1000), trial(64, samples=9000)]))
     assert "Fastest and cheapest: batch 32" in text
     assert "Cheapest:" not in text
+
+
+def test_the_headline_and_the_sentence_agree_if_the_faster_of_two_needs_no_more_samples():
+    slower, faster = trial(32, samples=1000, value=0.01), trial(64, samples=1000)
+    found = record([slower, faster])
+    assert sweep_headline(found).startswith("Batch 64 is fastest and cheapest to ")
+    assert "Fastest and cheapest: batch 64" in said(found)
 
 
 def test_the_fastest_may_have_another_rate_than_the_cheapest_of_its_batch():

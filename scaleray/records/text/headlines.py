@@ -99,7 +99,7 @@ def _fastest_and_cheapest(reached: list[Setting], direction: str) -> str:
     cheapest = best(reached, direction)
     fastest = min(timed, key=lambda setting: setting.time_to_target_s or 0.0, default=cheapest)
     assert cheapest is not None and fastest is not None
-    if fastest.batch_size == cheapest.batch_size:
+    if fastest.samples_to_target == cheapest.samples_to_target or fastest.batch_size == cheapest.batch_size:
         return f"Batch {fastest.batch_size} is fastest and cheapest"
     return f"Batch {fastest.batch_size} is fastest, batch {cheapest.batch_size} cheapest"
 
