@@ -327,13 +327,13 @@ class Stepper:
         self.plan = self.job.train_plan()
 
     def __call__(self, number: int, *, want_norm: bool = True) -> StepRecord:
-        """Take step `number`, from 1; ranks meet where the strategy says."""
+        """Take step `number`, from 1; ranks synchronise if the strategy says so."""
         shares = self.job.recipe.worker_shares
         rank, size = self.place.data_rank, self.place.data_parallel_size
         rows = self.sources[TRAIN].read(self.plan.rank_indices(number - 1, rank, size, shares))
         batch = RankBatch(number - 1, rows, len(next(iter(rows.values()))))
-        meets = self.parallel.meets(number)
-        return self.step(batch, num_rows=self.plan.num_rows(number - 1), want_norm=want_norm, meets=meets)
+        synchronises = self.parallel.synchronises(number)
+        return self.step(batch, num_rows=self.plan.num_rows(number - 1), want_norm=want_norm, synchronises=synchronises)
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:

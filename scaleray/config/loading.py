@@ -127,7 +127,7 @@ def read_file(path: Path) -> dict[str, Entry]:
         hint = "move long data into a file that the workload reads"
         raise ConfigError(f"config file {path}", "too large", str(exc), hint) from exc
     except ValueError as exc:
-        raise ConfigError(f"config file {path}", "not readable as values", str(exc)) from exc
+        raise ConfigError.problem(f"config file {path}", f"has a value that cannot be read: {exc}") from exc
 
 
 def _entries(loader: BoundedLoader, node: yaml.MappingNode, *, prefix: str, file: str) -> dict[str, Entry]:
@@ -172,7 +172,7 @@ def _own_keys(
         for key_node, value_node in pairs:
             where = f"{file}:{key_node.start_mark.line + 1}"
             if not isinstance(key_node, yaml.ScalarNode):
-                raise ConfigError(f"{where} a key", "not a word", "keys must be words such as 'batch'")
+                raise ConfigError.problem(where, "has a key that is not a word: keys are words such as 'batch'")
             if len(key_node.value) > LONGEST_KEY:
                 raise ConfigError(f"{where} a key", key_node.value, f"keys have at most {LONGEST_KEY} characters")
             key = prefix + key_node.value

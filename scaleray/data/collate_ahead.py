@@ -50,7 +50,7 @@ class CollateAhead:
 
 
 @dataclass(frozen=True)
-class CollateLook:
+class CollateCheck:
     """Result of calling a workload's `collate` on a few rows. why_in_turn: reason for calling it in the training
     thread; empty if it is called ahead. is_repeatable: whether equal rows gave equal batches."""
 
@@ -59,7 +59,7 @@ class CollateLook:
     row_bytes: int = 0
 
     @classmethod
-    def at(cls, workload: Any, source: Source) -> CollateLook | None:
+    def at(cls, workload: Any, source: Source) -> CollateCheck | None:
         """Result for a few rows of this source; None if the workload has no `collate`. Raises WorkloadError if it
         fails."""
         collate = own_method(workload, "collate")
@@ -74,7 +74,7 @@ class CollateLook:
         return _look(workload, collate, rows, gives_tuples=getattr(source, "gives_tuples", False))
 
 
-def _look(workload: Any, collate: Any, rows: Columns, *, gives_tuples: bool) -> CollateLook:
+def _look(workload: Any, collate: Any, rows: Columns, *, gives_tuples: bool) -> CollateCheck:
     num_rows = rows_in(rows)
 
     def made() -> list[Any]:
@@ -96,7 +96,7 @@ def _look(workload: Any, collate: Any, rows: Columns, *, gives_tuples: bool) -> 
     elif changed:
         why = f"collate() at {where} changes the workload ({', '.join(changed)})"
     row_bytes = sum(value.nbytes for value in second if isinstance(value, torch.Tensor | np.ndarray)) // num_rows
-    return CollateLook(why, is_repeatable, row_bytes)
+    return CollateCheck(why, is_repeatable, row_bytes)
 
 
 def _are_equal(first: list[Any], second: list[Any]) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scaleray.config.recipe.values import DataSize
-from scaleray.data.collate_ahead import CollateLook
+from scaleray.data.collate_ahead import CollateCheck
 from scaleray.data.iterable import IterableSource
 from scaleray.data.length_order import Lengths
 from scaleray.data.ray_dataset_source import StreamSource
@@ -45,7 +45,7 @@ class Split:
     """Lengths of the rows, if the source has them."""
     lanes: int | None = None
     """Number of contiguous parts whose rows continue each other at this distance; None: rows are independent."""
-    collate: CollateLook | None = None
+    collate: CollateCheck | None = None
     """Result of calling the workload's `collate` on a few rows, if it has one."""
     transform: Step | None = None
     """Changes to the rows of a Ray Dataset after Ray Data has read them."""
@@ -53,7 +53,7 @@ class Split:
     @classmethod
     def of(cls, name: str, source: Source, workload: Any = None) -> Split:
         """Collect the facts of a source, and, with a workload, those of its `collate`, which is called for that."""
-        values, collate = row_values_of(source), CollateLook.at(workload, source)
+        values, collate = row_values_of(source), CollateCheck.at(workload, source)
         if collate is not None and not collate.is_repeatable and not values.difference:
             values = dataclasses.replace(values, difference=collate.why_in_turn, advice=COLLATE_ADVICE)
         return cls(

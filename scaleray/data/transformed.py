@@ -138,7 +138,7 @@ class Transformed:
             rows = source.read(np.array(few, dtype=np.int64))
         self._ragged_before = tuple(name for name, column in rows.items() if isinstance(column, Ragged))
         seeds = mixed(np.arange(len(few), dtype=np.uint64))
-        look = _look(transform, rows, seeds)
+        look = _check_transform(transform, rows, seeds)
         before = row_values_of(source)
         self.row_values = RowValues(
             before.draw_random_numbers or look.draws_elsewhere,
@@ -184,7 +184,7 @@ def under_transforms(source: Source) -> Source:
 
 
 @dataclass(frozen=True)
-class _Look:
+class _TransformCheck:
     """Result of a transform for a few rows."""
 
     columns: Columns
@@ -195,7 +195,7 @@ class _Look:
     reuses_memory: bool
 
 
-def _look(transform: Step, rows: Columns, seeds: np.ndarray) -> _Look:
+def _check_transform(transform: Step, rows: Columns, seeds: np.ndarray) -> _TransformCheck:
     """Transform a few rows, twice together and once in two parts. The generators are restored."""
     rng, everything = RowRandom(seeds), np.arange(len(seeds))
     with generators_kept():
@@ -219,7 +219,7 @@ def _look(transform: Step, rows: Columns, seeds: np.ndarray) -> _Look:
             difference = f"{which} returns another column {column} for the same rows and rng"
         elif (column := first_difference([first, joined(parts)])) is not None:
             difference = f"{which} returns another column {column} if fewer rows are read together"
-    return _Look(first, draws_elsewhere, rng.has_drawn, difference, row_s, reuses_memory)
+    return _TransformCheck(first, draws_elsewhere, rng.has_drawn, difference, row_s, reuses_memory)
 
 
 def _rows(rows: Columns, index: np.ndarray) -> Columns:

@@ -78,7 +78,7 @@ class Updates:
         self.outstanding.add(_Update(own, total), Arrival([work]))
         self.outstanding.take_arrived()
 
-    def meet(self) -> None:
+    def synchronise(self) -> None:
         """Apply every update, and make replicas equal: each added sums in a different order, with different
         rounding."""
         self.outstanding.take_all()

@@ -20,7 +20,7 @@ from scaleray.records.profile_record import CollectiveRow
 from scaleray.strategies.compression.hook import Compression
 from scaleray.strategies.contract.parallel import OnModel, Parallel
 from scaleray.strategies.contract.weight_shares import WeightShare, whole
-from scaleray.strategies.wire.bucket_arrivals import BucketArrivals
+from scaleray.strategies.traffic.bucket_arrivals import BucketArrivals
 
 BROADCAST_BYTES = 250 * 2**20
 """Bytes of buffers that DDP broadcasts at a time; see `broadcast_bucket_size` of DistributedDataParallel."""
@@ -123,7 +123,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         return whole(model, keeps=dist.get_rank(group) == 0)
 
     def collectives() -> list[CollectiveRow]:
-        compressed = None if compression is None else compression.wire.ledger.rows()
+        compressed = None if compression is None else compression.collectives.ledger.rows()
         return rows(wrapped, num_steps, compressed)
 
     def close() -> None:
@@ -183,7 +183,7 @@ def _with_compression(parallel: Parallel, compression: Compression) -> Parallel:
         carry_over=compression.carry_over,
         state=compression.state,
         load_state=compression.load_state,
-        bytes_sent=lambda: float(compression.wire.sent_bytes),
+        bytes_sent=lambda: float(compression.collectives.sent_bytes),
         metrics=lambda: compression.metrics,
         notes=compression.notes,
     )

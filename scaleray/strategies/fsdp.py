@@ -30,8 +30,8 @@ from scaleray.strategies.sharding.counted_collectives import CountedAllGather, C
 from scaleray.strategies.sharding.fsdp_units import Units, choose_units, prefetch_distance
 from scaleray.strategies.sharding.unit_arrivals import UnitArrivals
 from scaleray.strategies.sharding.unsharding import unshard_for_good
-from scaleray.strategies.wire.flat_broadcast import broadcast
-from scaleray.strategies.wire.ledger import Ledger
+from scaleray.strategies.traffic.flat_broadcast import broadcast
+from scaleray.strategies.traffic.ledger import Ledger
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -128,7 +128,7 @@ class Mixing:
         weight, self.weight = self.weight, before
         return float(weight)
 
-    def meet(self) -> None:
+    def synchronise(self) -> None:
         """Do nothing: replicas continue with their own values."""
 
     def state(self) -> Tensors:

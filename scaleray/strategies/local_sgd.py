@@ -142,7 +142,7 @@ class TrainingApart:
             after_backward=after_backward,
             after_update=after_update,
             is_local=lambda step: step > warmup_steps,
-            meets=lambda step: step <= warmup_steps or (step - warmup_steps) % every == 0,
+            synchronises=lambda step: step <= warmup_steps or (step - warmup_steps) % every == 0,
             state=state,
             load_state=load_state,
             bytes_sent=lambda: self.warm_up_bytes + self.inner.bytes_sent() + self.replicas.sent.num_bytes,

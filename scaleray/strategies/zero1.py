@@ -14,8 +14,8 @@ from scaleray.errors import WorkloadError
 from scaleray.profiling.collectives import BROADCAST
 from scaleray.strategies import ddp
 from scaleray.strategies.contract.parallel import Parallel
-from scaleray.strategies.wire.flat_broadcast import broadcast
-from scaleray.strategies.wire.ledger import Ledger
+from scaleray.strategies.traffic.flat_broadcast import broadcast
+from scaleray.strategies.traffic.ledger import Ledger
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:

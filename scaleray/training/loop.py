@@ -244,7 +244,7 @@ class _Run:
             if self._is_between_epochs():  # after a checkpoint that was taken there
                 self.callbacks.epoch_starts(self.plan.epochs(state.step), self.evaluations.metrics)
             self._take(step, batch, setup, stream)
-            is_meeting = setup.parallel.replicas_differ and setup.parallel.meets(state.step)
+            is_meeting = setup.parallel.replicas_differ and setup.parallel.synchronises(state.step)
             ends_epoch = self._is_between_epochs()
             signals = self._know(is_meeting or ends_epoch or self.job.recipe.decides_after(state.step))
             state.verdict = state.verdict or self.callbacks.verdict(signals)
@@ -281,7 +281,7 @@ class _Run:
                 num_rows=num_rows,
                 want_norm=number % self.job.config.tracking.every_steps == 0,
                 # whatever is decided together needs the sums of all ranks
-                meets=setup.parallel.meets(number) or self.job.recipe.decides_after(number),
+                synchronises=setup.parallel.synchronises(number) or self.job.recipe.decides_after(number),
             )
         self.fixed.check(number)
         self.progress.enter(Phase.OTHER)

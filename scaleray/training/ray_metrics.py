@@ -79,7 +79,7 @@ class RankPublisher:
         self._stop.set()
         self._publish()  # what ends before it was published is seen all the same: Ray exports it with the process's end
 
-    def hear(self, message: WorkerMessage) -> None:
+    def on_message(self, message: WorkerMessage) -> None:
         """Take a sample; other messages are ignored."""
         if isinstance(message, RankSample):
             self._series = rank_series(message, run_name=self._run_name, run_id=self._run_id)

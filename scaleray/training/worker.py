@@ -143,7 +143,7 @@ class Sender:
                 self._sent_at = time.monotonic()
         if self.publisher is not None:
             for message in messages:
-                self.publisher.hear(message)
+                self.publisher.on_message(message)
 
     def beat(self, heartbeat: Heartbeat) -> ControlRequest:
         """Deliver a heartbeat immediately, and return the recorder's request."""

@@ -89,8 +89,8 @@ def test_a_rank_publishes_its_last_sample_again_while_no_other_comes(monkeypatch
             raise RuntimeError("Ray is gone")  # which ends nothing
 
     with RankPublisher("a", "1", to) as publisher:
-        publisher.hear(EventRecord("no sample"))
-        publisher.hear(RankSample(3, "n", 4, 7, 99.0))
+        publisher.on_message(EventRecord("no sample"))
+        publisher.on_message(RankSample(3, "n", 4, 7, 99.0))
         assert twice.wait(30)
     (one,) = [one for one in published[-1] if one.metric is live.LAST_STEP_TIMESTAMP_S]
     assert one.labels == {**LABELS, "rank": "3", "node": "n"} and one.value == 99.0

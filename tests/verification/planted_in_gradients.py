@@ -43,9 +43,9 @@ TENSOR = {"strategy": "tensor", "workload": rows(SmallTransformer)}
 )
 def means_of_ranks_averaged():
     def make(original):
-        def weighs_alike(self, batch, *, num_rows, meets, group):
+        def weighs_alike(self, batch, *, num_rows, synchronises, group):
             self._scale *= num_rows / self.place.data_parallel_size / max(1, batch.num_rows)
-            return original(self, batch, num_rows=num_rows, meets=meets, group=group)
+            return original(self, batch, num_rows=num_rows, synchronises=synchronises, group=group)
 
         return weighs_alike
 
@@ -154,10 +154,10 @@ def local_gradient_over_all_rows():
 @planted("training/step/step.py, _run_micro_batches", "a partial batch is not synchronised", "sync", workload=rows())
 def partial_batch_not_synchronised():
     def make(original):
-        def alone(self, batch, *, num_rows, meets, group):
+        def alone(self, batch, *, num_rows, synchronises, group):
             is_partial = num_rows < self.recipe.global_batch_size
             with self.setup.parallel.no_sync() if is_partial else contextlib.nullcontext():
-                return original(self, batch, num_rows=num_rows, meets=meets, group=group)
+                return original(self, batch, num_rows=num_rows, synchronises=synchronises, group=group)
 
         return alone
 

@@ -210,18 +210,18 @@ def own_update_is_whole():
 
 
 @planted(
-    "strategies/async_sgd.py, meet", "a meeting drops what is under way", "averaging",
+    "strategies/async_sgd.py, synchronise", "a meeting drops what is under way", "averaging",
     strategy="async_sgd", workload=rows(), flags={**LATE, "deterministic": True},
 )  # fmt: skip
 def meeting_drops_updates():
     def make(original):
-        def meet(self):
+        def synchronise(self):
             self.outstanding._queue.clear()
             self.replicas.average(measures=False)
 
-        return meet
+        return synchronise
 
-    with instead(async_sgd.Updates, "meet", make):
+    with instead(async_sgd.Updates, "synchronise", make):
         yield
 
 

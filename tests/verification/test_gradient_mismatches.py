@@ -113,9 +113,9 @@ def rows_weigh_by_their_rank():
     """Each rank divides by its own rows, and the means are averaged."""
     run = TrainStep._run_micro_batches
 
-    def weighs_alike(self, batch, *, num_rows, meets, group):
+    def weighs_alike(self, batch, *, num_rows, synchronises, group):
         self._scale *= num_rows / self.place.data_parallel_size / max(1, batch.num_rows)
-        return run(self, batch, num_rows=num_rows, meets=meets, group=group)
+        return run(self, batch, num_rows=num_rows, synchronises=synchronises, group=group)
 
     with mock.patch.object(TrainStep, "_run_micro_batches", weighs_alike):
         yield

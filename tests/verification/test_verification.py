@@ -172,7 +172,7 @@ def test_replicas_that_train_apart_keep_what_they_promise(gloo, name, world_size
 
 @contextlib.contextmanager
 def forgets_to_average():
-    """Local SGD that says it meets, and does nothing there."""
+    """Local SGD that says it synchronises, and does nothing there."""
 
     def apply(model, mesh, config, workload):
         parallel = STRATEGIES["local_sgd"](model, mesh, config, workload)

@@ -51,7 +51,7 @@ def check_averaging(config: RunConfig) -> None:
         raise ConfigError(
             "averaging.decay",
             config.averaging.decay,
-            f"strategy.name is {name}: its workers hold different weights and average them anyway",
+            f"the workers of {name} hold different weights and average them anyway",
             "use ddp, zero1, fsdp, tensor or pipeline",
         )
 
@@ -73,16 +73,14 @@ def check_pruning(config: RunConfig, total_steps: int) -> None:
         return
     reasons = {
         **dict.fromkeys(
-            names_with("averages_now_and_then"), "its replicas differ between averagings, and all must share one mask"
+            names_with("averages_now_and_then"), "replicas differ between averagings, and all must share one mask"
         ),
-        **dict.fromkeys(names_with("mixes_with_neighbours"), "its replicas always differ, and all must share one mask"),
+        **dict.fromkeys(names_with("mixes_with_neighbours"), "replicas always differ, and all must share one mask"),
         "pipeline": "no worker has the weights of all stages",
     }
     name = config.strategy.name
     if name in reasons:
-        raise ConfigError(
-            "pruning.method", config.pruning.method, f"strategy.name is {name}: {reasons[name]}", "use ddp or fsdp"
-        )
+        raise ConfigError("pruning.method", config.pruning.method, f"under {name} {reasons[name]}", "use ddp or fsdp")
     for key in ("start_step", "end_step"):
         step = getattr(config.pruning, key)
         if step is not None and step > total_steps - 1:

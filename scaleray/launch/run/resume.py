@@ -76,7 +76,7 @@ class Interrupted:
         except (ValueError, TypeError) as exc:
             say(
                 f"warning: record.json of {without_password(self.path)} is damaged ({first_line(exc)}); "
-                "whether the run had ended is decided by its newest checkpoint, and its end writes the record again"
+                "the newest checkpoint decides whether the run had ended, and its end rewrites the record"
             )
             return None
         return record if record.status == "FINISHED" else None
@@ -114,7 +114,7 @@ def make_request(
     before = find(resume, config, base_dir, say=say) if resume is not None else None
     if config is None:
         if before is None:
-            raise ConfigError("config", None, "it is needed to start a run", "give a file with -c")
+            raise ConfigError("config", None, "", "give a file with -c")
         config = before.valid_config()
     if before is None:
         return config, Request(base_dir, None, [])
@@ -215,7 +215,7 @@ def _damaged(path: str, exc: Exception) -> CheckpointError:
         f"{FILE} of the run",
         without_password(path),
         f"it is damaged: {first_line(exc)}",
-        f"replace it by a whole one, or start a new run from its weights: --workload.weights {without_password(path)}",
+        f"replace it with an intact one, or start a run from its weights: --workload.weights {without_password(path)}",
     )
 
 

@@ -26,6 +26,6 @@ def check_same_data(was: str | None, now: str | None, *, what: str, advice: str)
     if was and now and was != now:
         raise DataError.problem(
             "the training data",
-            f"has changed: its SHA-256 is {now[:16]}..., and the interrupted {what} read {was[:16]}...",
+            f"has changed: its SHA-256 is {now[:16]}..., and the interrupted {what} read {was[:16]}",
             advice,
         )

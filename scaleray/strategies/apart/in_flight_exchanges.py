@@ -16,7 +16,7 @@ import torch.distributed as dist
 from scaleray.config import RunConfig
 from scaleray.strategies.apart.replicas import Replicas
 from scaleray.strategies.contract.parallel import Parallel, Tensors
-from scaleray.strategies.wire.ledger import Entry
+from scaleray.strategies.traffic.ledger import Entry
 
 Payload = TypeVar("Payload")
 BESIDE = "exchanges"
@@ -111,7 +111,7 @@ class Exchange(Protocol):
     def step(self, step: int) -> None:
         """Send, and apply messages that are due, after the optimizer's step."""
 
-    def meet(self) -> None:
+    def synchronise(self) -> None:
         """Synchronise with the other replicas, right after measuring the consensus distance. Collective."""
 
     def state(self) -> Tensors:
@@ -133,7 +133,7 @@ def always_apart(replicas: Replicas, exchange: Exchange, group: dist.ProcessGrou
         exchange.step(step)
         if step % meet_every == 0:
             replicas.consensus_distance()
-            exchange.meet()
+            exchange.synchronise()
 
     def close() -> None:
         for parameter in replicas.model.parameters():
@@ -146,7 +146,7 @@ def always_apart(replicas: Replicas, exchange: Exchange, group: dist.ProcessGrou
         before_step=exchange.before_step,
         after_update=after_update,
         is_local=lambda step: True,
-        meets=lambda step: step % meet_every == 0,
+        synchronises=lambda step: step % meet_every == 0,
         state=exchange.state,
         load_state=exchange.load_state,
         bytes_sent=lambda: replicas.sent.num_bytes,

@@ -26,7 +26,7 @@ from scaleray.strategies.contract.parallel import Metrics, Parallel
 from scaleray.strategies.contract.weight_shares import WeightShare, whole
 from scaleray.strategies.sharding.shards import local, offset
 from scaleray.strategies.sharding.unsharding import reshard
-from scaleray.strategies.wire.ledger import Ledger
+from scaleray.strategies.traffic.ledger import Ledger
 
 
 class Replicas:

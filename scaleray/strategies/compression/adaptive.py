@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from scaleray.strategies.compression.codecs import Codec, Layout
-from scaleray.strategies.wire.collectives_log import Message, Wire
+from scaleray.strategies.traffic.collectives_log import GroupCollectives, Message
 
 WHOLE = "none"
 REPEATS = 3  # repeats of a measurement, of which the shortest counts
@@ -62,16 +62,21 @@ class Review:
 
 
 def review(
-    values: torch.Tensor, layout: Layout, codecs: Mapping[str, Codec], wire: Wire, *, max_error: float
+    values: torch.Tensor,
+    layout: Layout,
+    codecs: Mapping[str, Codec],
+    collectives: GroupCollectives,
+    *,
+    max_error: float,
 ) -> Review:
     """Measure link and candidates for a bucket, and choose one. Collective; every rank gets the same answer.
 
     values: this rank's gradient with its unsent residual, flat; unchanged.
     """
-    wire.mean_(values.new_zeros(1))  # all ranks are here now: nobody's delay is taken for the link's
-    latency_s = min(time_s(values, lambda: wire.mean_(values.new_zeros(1))) for _ in range(REPEATS))
+    collectives.mean_(values.new_zeros(1))  # all ranks are here now: nobody's delay is taken for the link's
+    latency_s = min(time_s(values, lambda: collectives.mean_(values.new_zeros(1))) for _ in range(REPEATS))
     probe = values.new_zeros(max(values.numel(), SMALLEST_PROBE_BYTES // values.element_size()))
-    probe_s = min(time_s(values, lambda: wire.mean_(probe)) for _ in range(REPEATS))
+    probe_s = min(time_s(values, lambda: collectives.mean_(probe)) for _ in range(REPEATS))
     norm = float(values.norm())
     measured = [latency_s, probe_s, 0.0 if math.isfinite(norm) else 1.0]
     for codec in codecs.values():
@@ -80,14 +85,14 @@ def review(
         measured += [lost / norm if norm > 0 else 0.0, time.perf_counter() - started]
     # a maximum over ranks needs an order, in which NaN has no place
     agreed = torch.tensor(measured, dtype=torch.float64, device=values.device).nan_to_num(nan=math.inf)
-    latency_s, probe_s, is_spoilt, *rest = wire.largest_(agreed).tolist()
-    probe_bytes = Message("all_reduce", probe.numel() * probe.element_size()).link_bytes(wire.world_size)
+    latency_s, probe_s, is_spoilt, *rest = collectives.largest_(agreed).tolist()
+    probe_bytes = Message("all_reduce", probe.numel() * probe.element_size()).link_bytes(collectives.world_size)
     # on a busy machine a probe may take no longer than nothing did
     link = Link(latency_s, probe_bytes / max(probe_s - latency_s, 0.1 * probe_s, 1e-9))
     candidates = []
     for name, error, coding_s in zip(codecs, rest[::2], rest[1::2], strict=True):
-        messages = codecs[name].messages(layout, wire.world_size)
-        link_bytes = sum(message.link_bytes(wire.world_size) for message in messages)
+        messages = codecs[name].messages(layout, collectives.world_size)
+        link_bytes = sum(message.link_bytes(collectives.world_size) for message in messages)
         candidates.append(Candidate(name, len(messages), link_bytes, error, 0.0 if name == WHOLE else coding_s))
     return Review(None if is_spoilt else choose(candidates, link, max_error=max_error), link, not is_spoilt)
 

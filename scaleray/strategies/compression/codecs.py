@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from scaleray.strategies.wire.collectives_log import Message, Wire, pack, unpack
+from scaleray.strategies.traffic.collectives_log import GroupCollectives, Message, pack, unpack
 
 LARGEST_INT8 = 127
 
@@ -48,7 +48,7 @@ class Layout:
 class Codec(Protocol):
     """Way to send a bucket. values: flat (n,), in at least float32."""
 
-    def mean_(self, values: torch.Tensor, wire: Wire, layout: Layout) -> torch.Tensor:
+    def mean_(self, values: torch.Tensor, collectives: GroupCollectives, layout: Layout) -> torch.Tensor:
         """Replace `values` by the mean of what all ranks send; returns this rank's residual (n,). Collective."""
 
     def seen(self, values: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -61,8 +61,8 @@ class Codec(Protocol):
 class Whole:
     """Codec that sends everything unchanged."""
 
-    def mean_(self, values: torch.Tensor, wire: Wire, layout: Layout) -> torch.Tensor:
-        wire.mean_(values)
+    def mean_(self, values: torch.Tensor, collectives: GroupCollectives, layout: Layout) -> torch.Tensor:
+        collectives.mean_(values)
         return torch.zeros_like(values)
 
     def seen(self, values: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -82,10 +82,10 @@ class Cast:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def mean_(self, values: torch.Tensor, wire: Wire, layout: Layout) -> torch.Tensor:
-        small = (values / wire.world_size).to(self.dtype)
-        left = values - small.to(values.dtype) * wire.world_size
-        values.copy_(wire.sum_(small))
+    def mean_(self, values: torch.Tensor, collectives: GroupCollectives, layout: Layout) -> torch.Tensor:
+        small = (values / collectives.world_size).to(self.dtype)
+        left = values - small.to(values.dtype) * collectives.world_size
+        values.copy_(collectives.sum_(small))
         return left
 
     def seen(self, values: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -107,21 +107,21 @@ class Int8:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
 
-    def mean_(self, values: torch.Tensor, wire: Wire, layout: Layout) -> torch.Tensor:
-        count, ranks = values.numel(), wire.world_size
+    def mean_(self, values: torch.Tensor, collectives: GroupCollectives, layout: Layout) -> torch.Tensor:
+        count, ranks = values.numel(), collectives.world_size
         block, share = self._shape(count, ranks)
         format_ = (torch.float32, share // block), (torch.int8, share)
         rows = _padded(values, ranks * share).view(ranks, share)
         scales, codes = quantise(rows, block)
-        arrived = dequantise(*unpack(wire.all_to_all(pack(scales, codes)), *format_), dtype=values.dtype)
-        arrived[wire.rank] = rows[wire.rank]  # a rank knows its own part exactly
+        arrived = dequantise(*unpack(collectives.all_to_all(pack(scales, codes)), *format_), dtype=values.dtype)
+        arrived[collectives.rank] = rows[collectives.rank]  # a rank knows its own part exactly
         mean = (arrived / ranks).sum(dim=0, keepdim=True)
         mean_scales, mean_codes = quantise(mean, block)
         left = rows - dequantise(scales, codes, dtype=values.dtype)
         # What the second rounding loses is lost once, and this rank's next values count 1 / ranks in the mean. As its
         # own part is not rounded on the way here, the place is free.
-        left[wire.rank] = (mean - dequantise(mean_scales, mean_codes, dtype=values.dtype))[0] * ranks
-        everyone = wire.all_gather(pack(mean_scales, mean_codes)[0])
+        left[collectives.rank] = (mean - dequantise(mean_scales, mean_codes, dtype=values.dtype))[0] * ranks
+        everyone = collectives.all_gather(pack(mean_scales, mean_codes)[0])
         values.copy_(dequantise(*unpack(everyone, *format_), dtype=values.dtype).view(-1)[:count])
         return left.view(-1)[:count]
 
@@ -151,17 +151,17 @@ class TopK:
     def __init__(self, density: float) -> None:
         self.density = density
 
-    def mean_(self, values: torch.Tensor, wire: Wire, layout: Layout) -> torch.Tensor:
+    def mean_(self, values: torch.Tensor, collectives: GroupCollectives, layout: Layout) -> torch.Tensor:
         places = self._largest(values)
         count, place_dtype = places.numel(), self._place_dtype(values.numel())
         message = pack(values[places].view(1, -1), places.to(place_dtype).view(1, -1))[0]
         left = values.clone()
         left[places] = 0.0
-        theirs, at = unpack(wire.all_gather(message), (values.dtype, count), (place_dtype, count))
+        theirs, at = unpack(collectives.all_gather(message), (values.dtype, count), (place_dtype, count))
         values.zero_()
         for some, where in zip(theirs, at, strict=True):  # in rank order; a rank's places are distinct
             values.index_add_(0, where.long(), some)
-        values.div_(wire.world_size)
+        values.div_(collectives.world_size)
         return left
 
     def seen(self, values: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -194,14 +194,14 @@ class PowerSGD:
         self.thin: dict[str, torch.Tensor] = {}
         """Right factor (columns, rank) of the last step, by parameter name."""
 
-    def mean_(self, values: torch.Tensor, wire: Wire, layout: Layout) -> torch.Tensor:
+    def mean_(self, values: torch.Tensor, collectives: GroupCollectives, layout: Layout) -> torch.Tensor:
         matrices, others = self._split(layout)
         views = [(part, values[part.start : part.start + part.size]) for part in (*matrices, *others)]
         left = torch.zeros_like(values)
         tall = [view.view(part.rows, -1) @ self._start(part, values) for part, view in views[: len(matrices)]]
         # whole tensors travel with the first factors
         sent = [*tall, *(view for _, view in views[len(matrices) :])]
-        flat = wire.mean_(torch.cat([tensor.flatten() for tensor in sent]))
+        flat = collectives.mean_(torch.cat([tensor.flatten() for tensor in sent]))
         means = flat.split([tensor.numel() for tensor in sent])
         for (_, view), mean in zip(views[len(matrices) :], means[len(matrices) :], strict=True):
             view.copy_(mean)
@@ -214,7 +214,7 @@ class PowerSGD:
         thin = [view.view(part.rows, -1).T @ basis for (part, view), basis in zip(views, bases, strict=False)]
         for (part, view), basis, own in zip(views, bases, thin, strict=False):
             left[part.start : part.start + part.size] = view - (basis @ own.T).view(-1)
-        flat = wire.mean_(torch.cat([factor.flatten() for factor in thin]))
+        flat = collectives.mean_(torch.cat([factor.flatten() for factor in thin]))
         for (part, view), basis, mean in zip(views, bases, flat.split([f.numel() for f in thin]), strict=False):
             factor = mean.view(-1, basis.shape[1])
             view.copy_((basis @ factor.T).view(-1))

@@ -25,7 +25,7 @@ from scaleray.strategies.compression.adaptive import WHOLE, Review, review, summ
 from scaleray.strategies.compression.codecs import Cast, Codec, Int8, Layout, Part, PowerSGD, TopK, Whole
 from scaleray.strategies.contract.numbers import Number, Truth, as_factor, choose
 from scaleray.strategies.contract.parallel import Tensors
-from scaleray.strategies.wire.collectives_log import Wire
+from scaleray.strategies.traffic.collectives_log import GroupCollectives
 
 # A thread or stream next to the backward pass in which buckets are processed, one after another in the order in which
 # they come.
@@ -36,7 +36,7 @@ from scaleray.strategies.wire.collectives_log import Wire
 Work = Callable[[], torch.Tensor]
 
 
-class Lane:
+class CommunicationThread:
     """A thread on the CPU, a stream on CUDA, where collectives are only queued and the host continues. The CUDA code
     has been reviewed, not run. `close` ends the thread; so does garbage collection."""
 
@@ -109,14 +109,14 @@ class Compression:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names = {parameter: name for name, parameter in named.items()}
         device = next(iter(named.values())).device
-        # On the CPU the lane is a thread, while DDP's own collectives come from the thread that trains: in one group,
+        # On the CPU this is a thread, while DDP's own collectives come from the thread that trains: in one group,
         # each rank would match them in another order. On CUDA one thread starts both.
         self._own_group = None
         if device.type == "cpu":
             limit = timedelta(seconds=config.scale.collective_timeout_s)  # torch's default is half an hour
             self._own_group = dist.new_group(dist.get_process_group_ranks(group), timeout=limit)
-        self.wire = Wire(self._own_group or group)
-        self.lane = Lane(device)
+        self.collectives = GroupCollectives(self._own_group or group)
+        self.thread = CommunicationThread(device)
         chosen = settings.allowed if settings.name == "adaptive" else (settings.name,)
         self.codecs = {name: CODECS[name](settings) for name in dict.fromkeys((*chosen, WHOLE))}
         self._has_feedback = settings.name == "adaptive" or settings.name not in WITHOUT_FEEDBACK
@@ -140,14 +140,14 @@ class Compression:
             parameters = bucket.parameters()
             dtype = computed_in(bucket.buffer().dtype)
             self._layouts[names] = _layout(dict(zip(names, parameters, strict=True)), dtype)
-        return self.lane.submit(partial(self._average, bucket.buffer(), names))
+        return self.thread.submit(partial(self._average, bucket.buffer(), names))
 
     def _average(self, buffer: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
         """Replace the bucket by its mean over all ranks; runs in the communication thread."""
         layout = self._layouts[names]
         self._whole_bytes += buffer.numel() * buffer.element_size()
         if int(self._steps) < self.settings.start_step:
-            self.wire.mean_(buffer)
+            self.collectives.mean_(buffer)
             self._sent_by[WHOLE] = self._sent_by.get(WHOLE, 0) + buffer.numel() * buffer.element_size()
             return buffer
         values = buffer.to(computed_in(buffer.dtype))  # the bucket itself, unless that has 16 bits
@@ -157,7 +157,7 @@ class Compression:
                 self._left.remember(names)
             values.add_(left)
         method = self._method(values, layout, names)
-        lost = self.codecs[method].mean_(values, self.wire, layout)
+        lost = self.codecs[method].mean_(values, self.collectives, layout)
         if self._left is not None:
             left.copy_(lost)
         if values is not buffer:
@@ -172,7 +172,7 @@ class Compression:
         is_due = (int(self._steps) - settings.start_step) % settings.review_every == 0
         if names not in self._choices or is_due:
             allowed: dict[str, Codec] = {name: self.codecs[name] for name in settings.allowed}
-            found = review(values, layout, allowed, self.wire, max_error=settings.max_error)
+            found = review(values, layout, allowed, self.collectives, max_error=settings.max_error)
             if not found.is_finite:  # nothing to judge by: look again in the next step
                 self._choices.pop(names, None)
                 return WHOLE
@@ -188,7 +188,7 @@ class Compression:
     def after_update(self, step: int) -> None:
         """Set the metrics of the completed optimizer step `step`."""
         self._steps.fill_(step)
-        sent, self._sent_before = self.wire.sent_bytes - self._sent_before, self.wire.sent_bytes
+        sent, self._sent_before = self.collectives.sent_bytes - self._sent_before, self.collectives.sent_bytes
         whole = max(1, self._whole_bytes)
         self.metrics = {metric_names.COMPRESSION_RATIO.name: sent / whole}
         if self.settings.name == "adaptive":
@@ -228,11 +228,11 @@ class Compression:
                 self._left.by_name[name].copy_(values)
             for codec in self.codecs.values():
                 if kind == THIN and isinstance(codec, PowerSGD) and values.shape[-1] == codec.rank:
-                    codec.thin[name] = values.to(self.lane.device, copy=True)
+                    codec.thin[name] = values.to(self.thread.device, copy=True)
 
     def close(self) -> None:
         """End the communication thread, and destroy its process group."""
-        self.lane.close()
+        self.thread.close()
         if self._own_group is not None:
             dist.destroy_process_group(self._own_group)
             self._own_group = None
@@ -240,10 +240,11 @@ class Compression:
     def _first_notes(self, named: dict[str, nn.Parameter]) -> list[str]:
         settings, notes = self.settings, []
         topk, powersgd = self.codecs.get("topk"), self.codecs.get("powersgd")
-        if settings.name == "topk" and isinstance(topk, TopK) and settings.density * self.wire.world_size >= 1:
+        if settings.name == "topk" and isinstance(topk, TopK) and settings.density * self.collectives.world_size >= 1:
             notes.append(
-                f"compression.density {settings.density:g} saves nothing on {self.wire.world_size} workers: "
-                f"each receives the values and indices of all others. Use a density below 1/{self.wire.world_size}"
+                f"compression.density {settings.density:g} saves nothing on {self.collectives.world_size} workers: "
+                "each receives the values and indices of all others. "
+                f"Use a density below 1/{self.collectives.world_size}"
             )
         if isinstance(powersgd, PowerSGD):
             parts = _layout(named, torch.float32).parts

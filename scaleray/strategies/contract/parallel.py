@@ -111,7 +111,7 @@ class Parallel:
     is_local: Callable[[int], bool] = lambda step: False
     """Whether, in step `step`, from 1, gradients are those of this rank's own samples, divided by their own count.
     Norm and clipping are then per rank, too."""
-    meets: Callable[[int], bool] = lambda step: True
+    synchronises: Callable[[int], bool] = lambda step: True
     """Whether all ranks sum losses and signals in step `step`, from 1. Evaluations, checkpoints and the end are also
     synchronisations. In any other step the recorded loss is that of rank 0's own samples."""
     local_group: dist.ProcessGroup | None = None

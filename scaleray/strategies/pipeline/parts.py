@@ -34,7 +34,7 @@ from scaleray.strategies.pipeline.stages import (
     stage_of_block,
 )
 from scaleray.strategies.tensor import SplitLayers, complete, data_axes
-from scaleray.strategies.wire.ledger import Ledger
+from scaleray.strategies.traffic.ledger import Ledger
 
 
 class Parts:

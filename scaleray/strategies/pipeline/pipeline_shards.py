@@ -26,7 +26,7 @@ from scaleray.strategies.contract.later import on_device
 from scaleray.strategies.fsdp import check_one_dtype, has_statistics, mixed_precision
 from scaleray.strategies.sharding.counted_collectives import CountedAllGather, CountedReduceScatter
 from scaleray.strategies.sharding.unsharding import unshard_for_good
-from scaleray.strategies.wire.ledger import Ledger
+from scaleray.strategies.traffic.ledger import Ledger
 
 
 class Shards:

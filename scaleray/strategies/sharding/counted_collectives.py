@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     _get_gradient_divide_factors,
 )
 
-from scaleray.strategies.wire.ledger import Entry
+from scaleray.strategies.traffic.ledger import Entry
 
 
 class Window:

@@ -18,8 +18,8 @@ from scaleray.records.phases import Enter, Phase
 from scaleray.strategies.contract.parallel import MicroBatch, Objective
 from scaleray.strategies.sharding.counted_collectives import CountedAllGather, CountedReduceScatter
 from scaleray.strategies.sharding.functional_waits import LayerArrivals, Waits
-from scaleray.strategies.wire.byte_counter import Kind, Traffic
-from scaleray.strategies.wire.ledger import Ledger
+from scaleray.strategies.traffic.byte_counter import Kind, Traffic
+from scaleray.strategies.traffic.ledger import Ledger
 
 if TYPE_CHECKING:
     from scaleray.strategies.fsdp import DividedExperts

@@ -55,7 +55,7 @@ class Progress:
         self.on_enter(phase)
         return left
 
-    def hear(self, recent: RecentSteps) -> None:
+    def on_recent_steps(self, recent: RecentSteps) -> None:
         """Store the durations of the last steps."""
         self.recent = recent
 

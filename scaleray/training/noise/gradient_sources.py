@@ -23,7 +23,7 @@ from scaleray.training.setup.rank_context import RankContext
 NOTHING = Parts(0.0, 0.0, 0.0)
 SPOILED = Parts(math.nan, math.nan, math.nan)
 """Parts of a rank whose measurement failed: the rank still takes part in sums, which then do not count."""
-Look = Callable[[Callable[[], Any], Any], Any]
+Guarded = Callable[[Callable[[], Any], Any], Any]
 """Function that calls code of this rank which may fail, and returns its result, or the second argument on failure.
 Collectives stay outside of it."""
 
@@ -84,23 +84,25 @@ class Workers:
     """Each worker's own gradient before it is combined with the others."""
 
     def __init__(
-        self, parallel: Parallel, parameters: Sequence[nn.Parameter], place: RankContext, view: View, look: Look
+        self, parallel: Parallel, parameters: Sequence[nn.Parameter], place: RankContext, view: View, guarded: Guarded
     ) -> None:
-        self.parallel, self.place, self._look = parallel, place, look
+        self.parallel, self.place, self._guarded = parallel, place, guarded
         self._parameters, self._own = parameters, OwnNorm(view)
         self._parts: list[tuple[list[torch.Tensor], Number | None]] = []  # (norms, count before the next part)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def begin(self, *, is_local: bool) -> None:
         self.end()
-        self._look(self._own.forget, None)
+        self._guarded(self._own.forget, None)
         self._parts = []
         if self.parallel.show_own_gradients is not None:
             add = self._own.add_norm
-            self.parallel.show_own_gradients(lambda piece, factor: self._look(lambda: add(norm(piece) * factor), None))
+            self.parallel.show_own_gradients(
+                lambda piece, factor: self._guarded(lambda: add(norm(piece) * factor), None)
+            )
 
     def before_pass(self, weight: int, count: Number) -> None:
-        self._look(lambda: self._close_part(count), None)  # needed where every micro-batch is reduced
+        self._guarded(lambda: self._close_part(count), None)  # needed where every micro-batch is reduced
 
     def before_last_backward(self) -> None:
         if self.parallel.show_own_gradients is not None:
@@ -110,10 +112,10 @@ class Workers:
 
     def seen(self, step: StepGradients) -> Callable[[], Seen]:
         self.end()
-        return _all_parts(self._look(lambda: self._own_parts(step), SPOILED), self.place, step)
+        return _all_parts(self._guarded(lambda: self._own_parts(step), SPOILED), self.place, step)
 
     def _see(self, parameter: torch.Tensor) -> None:
-        self._look(lambda: self._own.add(parameter), None)  # type: ignore[arg-type]
+        self._guarded(lambda: self._own.add(parameter), None)  # type: ignore[arg-type]
 
     def _own_parts(self, step: StepGradients) -> Parts:
         self._close_part(None)
@@ -144,9 +146,9 @@ class FirstMicroBatch:
     """Gradient of a step's first micro-batch, read from the parameters before the second one adds to it."""
 
     def __init__(
-        self, parallel: Parallel, parameters: Sequence[nn.Parameter], place: RankContext, view: View, look: Look
+        self, parallel: Parallel, parameters: Sequence[nn.Parameter], place: RankContext, view: View, guarded: Guarded
     ) -> None:
-        self.parallel, self.place, self._view, self._look = parallel, place, view, look
+        self.parallel, self.place, self._view, self._guarded = parallel, place, view, guarded
         self._parameters = parameters
         # gradients that are reduced in each pass are of all ranks' first micro-batches
         self._is_reduced = parallel.forward_is_collective
@@ -160,7 +162,7 @@ class FirstMicroBatch:
     def before_pass(self, weight: int, count: Number) -> None:
         # where the norm is collective all ranks look at the same time; alone, a rank looks at its first real rows
         if self._norm is None and (self._passes if self._is_reduced else self._weight):
-            gradients = as_viewed(self._view, gradients_in(self._parameters), self._look)
+            gradients = as_viewed(self._view, gradients_in(self._parameters), self._guarded)
             self._norm, self._count = self.parallel.total_norm(gradients), count
         self._passes += 1
         self._weight += weight
@@ -186,8 +188,8 @@ class ConsecutiveSteps:
     """This step's gradient and the last one's, as halves of a batch of two steps. Biased, since parameters move between
     them."""
 
-    def __init__(self, parallel: Parallel, parameters: Sequence[nn.Parameter], view: View, look: Look) -> None:
-        self.parallel, self._view, self._look = parallel, view, look
+    def __init__(self, parallel: Parallel, parameters: Sequence[nn.Parameter], view: View, guarded: Guarded) -> None:
+        self.parallel, self._view, self._guarded = parallel, view, guarded
         self._parameters = parameters
         self._before: dict[nn.Parameter, torch.Tensor] = {}
         self._before_rows = 0
@@ -195,7 +197,7 @@ class ConsecutiveSteps:
     def keep(self, *, correction: float, num_rows: int) -> None:
         """Store this step's mean gradient for the next step."""
         gradients = gradients_in(self._parameters)
-        copies = self._look(lambda: {p: gradient * correction for p, gradient in gradients.items()}, None)
+        copies = self._guarded(lambda: {p: gradient * correction for p, gradient in gradients.items()}, None)
         # a rank whose measurement failed needs something to take part with, and changes it no more
         self._before = copies if copies is not None else gradients
         self._before_rows = num_rows
@@ -219,7 +221,7 @@ class ConsecutiveSteps:
             self._before = {}
             return Seen(NOTHING, step.square, step.num_rows)
         before, self._before = self._before, {}
-        first = _square(float(self.parallel.total_norm(as_viewed(self._view, before, self._look))))
+        first = _square(float(self.parallel.total_norm(as_viewed(self._view, before, self._guarded))))
         both = self._before_rows + step.num_rows
         now = [gradients[p] for p in before]
 
@@ -227,18 +229,18 @@ class ConsecutiveSteps:
             torch._foreach_mul_(list(before.values()), self._before_rows / both)
             torch._foreach_add_(list(before.values()), now, alpha=step.correction * step.num_rows / both)
 
-        self._look(add, None)
-        whole = _square(float(self.parallel.total_norm(as_viewed(self._view, before, self._look))))
+        self._guarded(add, None)
+        whole = _square(float(self.parallel.total_norm(as_viewed(self._view, before, self._guarded))))
         return Seen(Parts.of(self._before_rows, first) + Parts.of(step.num_rows, step.square), whole, both)
 
     def end(self) -> None:
         pass
 
 
-def as_viewed(view: View, gradients: Mapping[nn.Parameter, torch.Tensor], look: Look) -> list[torch.Tensor]:
+def as_viewed(view: View, gradients: Mapping[nn.Parameter, torch.Tensor], guarded: Guarded) -> list[torch.Tensor]:
     """Tensors whose common norm is that of the gradients for measuring noise; NaN on failure, since the ranks still sum
     it."""
-    found: list[torch.Tensor] | None = look(lambda: view.all(gradients), None)
+    found: list[torch.Tensor] | None = guarded(lambda: view.all(gradients), None)
     if found is None:
         first, *rest = gradients.values()
         found = [first * math.nan, *rest]

@@ -36,7 +36,7 @@ class Enters(Protocol):
 
     def enter(self, phase: Phase) -> Phase: ...
 
-    def hear(self, recent: RecentSteps) -> None: ...
+    def on_recent_steps(self, recent: RecentSteps) -> None: ...
 
 
 class Profile(Observer):
@@ -67,7 +67,7 @@ class Profile(Observer):
             self.phases,
             self.arrivals,
             every_s=job.config.monitoring.every_s,
-            tell=progress.hear,
+            tell=progress.on_recent_steps,
             emit=tells.emit,
             guard=tells.guard,
         )

@@ -60,7 +60,7 @@ class Averaging:
                 self._update(averages, trained, self.num_updates)
         self.num_updates += 1
 
-    def begin_anew(self) -> None:
+    def reinitialise(self) -> None:
         """Initialise the average with the current weights, after restoring a checkpoint without one."""
         with torch.no_grad():
             torch._foreach_copy_(*self._pairs()) if self.is_on else None
@@ -125,7 +125,7 @@ class OptimizersAverage(Averaging):
     def after_step(self, step: int) -> None:
         """Do nothing: the optimizer's step has moved both points."""
 
-    def begin_anew(self) -> None:
+    def reinitialise(self) -> None:
         """Do nothing: the average follows from the optimizer's state."""
 
     def swap(self) -> None:

@@ -39,7 +39,7 @@ from scaleray.profiling.collectives import ALL_TO_ALL, SEND
 from scaleray.records.phases import Enter
 from scaleray.strategies import STRATEGIES, Parallel
 from scaleray.strategies.sharding.paged_build import PagedBuild
-from scaleray.strategies.wire.ledger import Ledger
+from scaleray.strategies.traffic.ledger import Ledger
 from scaleray.training.setup import activation_checkpointing, fine_tuning, float8, optimizers, precision, pruning
 from scaleray.training.setup.averaging import Averaging, averaging_of
 from scaleray.training.setup.compilation import Compilation, compiled

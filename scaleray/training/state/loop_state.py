@@ -12,7 +12,7 @@ from scaleray.training.noise.noise_watch import NoiseWatch
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.step.evaluation import Evaluations
 from scaleray.training.step.micro_sizes import MicroSizes
-from scaleray.training.step.nonfinite import Look, stops_at, verdict_of
+from scaleray.training.step.nonfinite import RowInspector, stops_at, verdict_of
 from scaleray.training.step.several_losses import OptimizerStep
 from scaleray.training.step.worker_shares import WorkerShares
 
@@ -29,13 +29,13 @@ class LoopState:
     verdict: str | None = None
     """Reason why the training stopped for good before its end."""
 
-    def ends_with(self, taken: StepRecord, look: Look) -> bool:
-        """Count non-finite steps; return whether the training ends with this one, which then has a verdict. look:
+    def ends_with(self, taken: StepRecord, inspect: RowInspector) -> bool:
+        """Count non-finite steps; return whether the training ends with this one, which then has a verdict. inspect:
         describes the rows of a step that ends it. Raises NonFiniteLossError if the training fails."""
         self.nonfinite_steps += taken.nonfinite_steps
-        if not taken.nonfinite_steps or not stops_at(taken, self.job.config.on_nonfinite, look):
+        if not taken.nonfinite_steps or not stops_at(taken, self.job.config.on_nonfinite, inspect):
             return False
-        self.step, self.verdict = taken.step, verdict_of(taken, look)
+        self.step, self.verdict = taken.step, verdict_of(taken, inspect)
         return True
 
 

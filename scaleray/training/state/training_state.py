@@ -172,7 +172,7 @@ class TrainState:
         if self._averages().keys() <= manifest.tensors.keys():
             self.setup.averaging.num_updates = manifest.values.get(AVERAGING, {}).get("num_updates", 0)
         else:
-            self.setup.averaging.begin_anew()
+            self.setup.averaging.reinitialise()
         if self.setup.pruning is not None:
             self.setup.pruning.count()
         mine_too = f"{REPLICA}.{parallel.replica}."

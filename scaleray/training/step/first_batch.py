@@ -97,7 +97,7 @@ def _look_at_loss(
     evaluated: Sequence[str],
     **sizes: Any,
 ) -> float | None:
-    look = _Look(workload, batch, setup, place, **sizes)
+    look = _FirstBatchCheck(workload, batch, setup, place, **sizes)
     with unchanged_model(workload, setup.parallel.module), same_random_numbers(place.device):
         if (collate := own_method(workload, "collate")) is not None:
             made = raise_on_all_ranks(place, lambda: look.batch_of(np.arange(look.rows_with_gradients)))
@@ -112,7 +112,7 @@ def _look_at_loss(
     return counted / looked_at if 0 < counted < math.inf else None
 
 
-class _Look:
+class _FirstBatchCheck:
     """Losses of a few rows of the first batch."""
 
     def __init__(

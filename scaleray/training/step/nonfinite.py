@@ -9,15 +9,15 @@ from scaleray.data import RowsOfStep
 from scaleray.errors import NonFiniteLossError
 from scaleray.records.run_record import StepRecord
 
-Look = Callable[[int], RowsOfStep | None]
+RowInspector = Callable[[int], RowsOfStep | None]
 """Description of the rows of a step, by its number from 1; None if unknown."""
 MAX_SKIPPED_IN_A_ROW = 10  # with `skip`: a run that only skips is not training any more
 
 
-def stops_at(taken: StepRecord, policy: str, look: Look) -> bool:
+def stops_at(taken: StepRecord, policy: str, inspect: RowInspector) -> bool:
     """Whether the run stops normally after a step that was not finite. Raises NonFiniteLossError if the run fails."""
     if policy == "raise":
-        rows = look(taken.step)
+        rows = inspect(taken.step)
         advice = "Lower the learning rate, clip gradients (optimizer.clip_norm), or set on_nonfinite to skip or stop."
         if rows is not None and rows.bad is not None:
             advice = "Clean the data or fill the gaps; with on_nonfinite skip such steps are left out."
@@ -32,9 +32,9 @@ def stops_at(taken: StepRecord, policy: str, look: Look) -> bool:
     return False
 
 
-def verdict_of(taken: StepRecord, look: Look) -> str:
+def verdict_of(taken: StepRecord, inspect: RowInspector) -> str:
     """Reason why a run stopped after a non-finite step."""
-    rows = look(taken.step)
+    rows = inspect(taken.step)
     because = f": {rows.bad}" if rows is not None and rows.bad is not None else ""
     return f"stopped: {_what_was_nonfinite(taken)}{because}"
 

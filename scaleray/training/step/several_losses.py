@@ -43,10 +43,10 @@ class OptimizerStep(Protocol):
     nonfinite_in_a_row: Any
     """Number of consecutive last steps that were not finite."""
 
-    def launch(self, batch: RankBatch, *, num_rows: int, want_norm: bool, meets: bool = True) -> Launched:
+    def launch(self, batch: RankBatch, *, num_rows: int, want_norm: bool, synchronises: bool = True) -> Launched:
         """Train on one global batch of `num_rows` rows, of which `batch` is this rank's part. Collective.
 
-        meets: whether ranks sum losses and signals; otherwise loss and count are those of this rank, without signals.
+        synchronises: whether ranks sum losses and signals; otherwise loss and count are this rank's, without signals.
         """
 
 
@@ -125,7 +125,7 @@ class SeveralLosses:
         for name, value in values.items():
             self.steps[name].nonfinite_in_a_row = value
 
-    def launch(self, batch: RankBatch, *, num_rows: int, want_norm: bool, meets: bool = True) -> LaunchedSteps:
+    def launch(self, batch: RankBatch, *, num_rows: int, want_norm: bool, synchronises: bool = True) -> LaunchedSteps:
         """Train every loss on one global batch. Collective. See `TrainStep.launch`."""
         self._put_in_order()
         launched: dict[str, LaunchedStep] = {}
@@ -134,7 +134,7 @@ class SeveralLosses:
             if before is not None:
                 step.ends_like(before)
             with named(name), self._alone(step.setup.parameters, step.recipe):
-                launched[name] = step.launch(batch, num_rows=num_rows, want_norm=want_norm, meets=meets)
+                launched[name] = step.launch(batch, num_rows=num_rows, want_norm=want_norm, synchronises=synchronises)
             before = step
         together = LaunchedSteps(launched)
         if self.probe is not None:

@@ -122,14 +122,14 @@ class TrainStep:
         """Make no further change if an earlier loss of the same step has ended the training."""
         self._has_ended = other._has_ended
 
-    def __call__(self, batch: RankBatch, *, num_rows: int, want_norm: bool, meets: bool = True) -> StepRecord:
+    def __call__(self, batch: RankBatch, *, num_rows: int, want_norm: bool, synchronises: bool = True) -> StepRecord:
         """Train on one global batch, and wait for the result. See `launch`."""
-        return self.launch(batch, num_rows=num_rows, want_norm=want_norm, meets=meets).result()
+        return self.launch(batch, num_rows=num_rows, want_norm=want_norm, synchronises=synchronises).result()
 
-    def launch(self, batch: RankBatch, *, num_rows: int, want_norm: bool, meets: bool = True) -> LaunchedStep:
+    def launch(self, batch: RankBatch, *, num_rows: int, want_norm: bool, synchronises: bool = True) -> LaunchedStep:
         """Train on one global batch of `num_rows` rows, of which `batch` is this rank's part. Collective.
 
-        meets: whether ranks sum losses and signals; otherwise loss and count are those of this rank, without signals.
+        synchronises: whether ranks sum losses and signals; otherwise loss and count are this rank's, without signals.
         """
         setup, parallel = self.setup, self.setup.parallel
         self.enter(Phase.HOST)
@@ -155,14 +155,16 @@ class TrainStep:
                 self.noise.begin(number, is_local=is_local)
             try:
                 group = parallel.local_group if is_local else None
-                own_sum, own_count = self._run_micro_batches(batch, num_rows=num_rows, meets=meets, group=group)
+                own_sum, own_count = self._run_micro_batches(
+                    batch, num_rows=num_rows, synchronises=synchronises, group=group
+                )
                 break
             except MemoryRanOut as exc:
                 why = str(exc)
             self.recipe = self.back_off.halved(self.recipe, why, buffers)
             self.on_halved(self.recipe)
         loss_sum, count, *signals_of_all = self._totals
-        if meets:  # in a local step too: all ranks then have the value, and a checkpoint holds it
+        if synchronises:  # in a local step too: all ranks then have the value, and a checkpoint holds it
             self._count_per_row = count / num_rows
         update = partial(self._update, want_norm=want_norm, own_count=own_count)
         if is_local:
@@ -170,8 +172,8 @@ class TrainStep:
             correction = choose(own_count > 0, ratio(expected, own_count), 0.0)
             own_count_or_one = choose(own_count > 0, own_count, 1.0)
             launched = update(own_sum, own_count_or_one, correction=correction, num_rows=batch.num_rows)
-            if meets:
-                self._meet(launched, loss_sum, count)
+            if synchronises:
+                self._synchronise(launched, loss_sum, count)
             else:
                 launched.count, launched.nonfinite, launched.is_own = own_count, (0, 0), True
         else:
@@ -179,12 +181,12 @@ class TrainStep:
             self._begin_count()
         if self.noise is not None:
             self.noise.settle(num_rows)
-        launched.begin_copy(signals_of_all if meets else [])
+        launched.begin_copy(signals_of_all if synchronises else [])
         if self.probe is not None:
             self.probe.on_step(launched.result(), float(setup.optimizer.param_groups[0]["lr"]))
         return launched
 
-    def _meet(self, launched: LaunchedStep, loss_sum: Number, count: Number) -> None:
+    def _synchronise(self, launched: LaunchedStep, loss_sum: Number, count: Number) -> None:
         """Add the losses, counts and signals of all ranks to a local step that ends with a synchronisation.
         Collective."""
         if self.place.world_size > 1:
@@ -211,7 +213,7 @@ class TrainStep:
         return tensor.tolist() if self._reads else list(tensor.unbind())
 
     def _run_micro_batches(
-        self, batch: RankBatch, *, num_rows: int, meets: bool, group: dist.ProcessGroup | None
+        self, batch: RankBatch, *, num_rows: int, synchronises: bool, group: dist.ProcessGroup | None
     ) -> tuple[Number, Number]:
         """Forward and backward of every micro-batch; stores the totals of all ranks if they synchronise, and returns
         the sum of losses and the count of `group`, or of this rank."""
@@ -232,7 +234,7 @@ class TrainStep:
             self._totals = [*(own[:2] if parallel.counts_loss else [0.0, 0.0]), *own[2:], *self.shapes()]
             if group is not None:
                 own_pending = self._begin_sum(self._totals[:2], group)
-            if meets and self.place.world_size > 1:
+            if synchronises and self.place.world_size > 1:
                 pending = self._begin_sum(self._totals)
 
         if parallel.run_micro_batches is not None:
@@ -296,7 +298,7 @@ class TrainStep:
         for buffer, before in buffers:
             buffer.copy_(before)
         self.enter(Phase.FORWARD)
-        whole.meet(autocast)
+        whole.compute(autocast)
         return pieces
 
     def _loss_of(self, batch: Any, model: torch.nn.Module) -> Any:

@@ -97,7 +97,7 @@ class WholeBatchLoss:
         with outputs_go_to(self._at_once if self.at_once else self._replay):
             yield
 
-    def meet(self, autocast: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+    def compute(self, autocast: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         """Compute the loss over the outputs of all workers, and its gradient. Collective."""
         everyone, sizes = gathered_rows(joined(self._parts), self.place)
         self.bytes_gathered = sum(tensor.nbytes for tensor in everyone.values())
@@ -133,7 +133,7 @@ class WholeBatchLoss:
 
     def _at_once(self, outputs: Outputs) -> tuple[torch.Tensor, Any]:
         self._collect(outputs)
-        self.meet(contextlib.nullcontext)  # in the forward pass, which is under autocast already
+        self.compute(contextlib.nullcontext)  # in the forward pass, which is under autocast already
         return self._replay(outputs)
 
     def _replay(self, outputs: Outputs) -> tuple[torch.Tensor, Any]:

@@ -34,8 +34,8 @@ from scaleray.records.check_record import GOOD, WRONG, CheckRecord, Finding
 from scaleray.records.run_record import Say
 from scaleray.records.start import steady_time
 from scaleray.training.setup.job import TrainJob
-from scaleray.verification.check.data_checks import InputLook, columns_of_splits, constant, repeatable, sendable
-from scaleray.verification.check.model_checks import ModelLook, built_alike
+from scaleray.verification.check.data_checks import InputCheck, columns_of_splits, constant, repeatable, sendable
+from scaleray.verification.check.model_checks import ModelCheck, built_alike
 from scaleray.verification.check.two_processes import two_processes
 from scaleray.workload import make_workload, no_exit
 
@@ -90,14 +90,14 @@ class _Check:
         job = self._step("recipe", lambda: self._job(workload, sources))
         if job is None:
             return
-        look = InputLook(job, sources)
+        look = InputCheck(job, sources)
         batch = self._step("first batch", look.first_batch)
         if batch is None:
             return
         self.record.columns.extend(look.columns(batch))
         self._add(look.speed(self.record.figures))
         self._step("build_model", lambda: self._add(built_alike(job)))
-        model = ModelLook(job, sources, batch)
+        model = ModelCheck(job, sources, batch)
         with model.opened() as opened:
             if self._step("model", opened) is None:
                 return

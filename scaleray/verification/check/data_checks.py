@@ -72,8 +72,8 @@ def repeatable(workload: Any, sources: Mapping[str, Source]) -> Iterator[Finding
 def constant(batch: RankBatch, *, embeds: bool = False) -> Iterator[Finding]:
     """A finding for each column of a batch that holds a single value, for each table with such columns, and for rows of
     several dimensions, such as images and sequences, that hold a single value. Labels, single whole numbers, may be
-    equal by chance: `ModelLook.extremes` checks all of them. embeds: whether the model looks up tokens, whose first and
-    last are often the same in every row."""
+    equal by chance: `ModelCheck.extremes` checks all of them. embeds: whether the model looks up tokens. The first and
+    last tokens are often equal in every row."""
     for name, values in batch.columns.items():
         flat = flat_values(values)
         is_whole, is_ragged = flat.dtype.kind in "iu", isinstance(values, Ragged)
@@ -103,7 +103,7 @@ def constant(batch: RankBatch, *, embeds: bool = False) -> Iterator[Finding]:
                 yield Finding("first batch", DOUBTFUL, text)
 
 
-class InputLook:
+class InputCheck:
     """The rows of a training as its one worker reads them."""
 
     def __init__(self, job: TrainJob, sources: Mapping[str, Source]) -> None:

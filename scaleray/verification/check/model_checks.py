@@ -60,7 +60,7 @@ def built_alike(job: TrainJob) -> Finding:
     return Finding("build_model", GOOD, f"{where} draws the same {len(first)} parameters from the same seed")
 
 
-class ModelLook:
+class ModelCheck:
     """The model of a training on one worker, and one batch."""
 
     def __init__(self, job: TrainJob, sources: Mapping[str, Source], batch: RankBatch) -> None:

@@ -309,7 +309,7 @@ class Runs:
             options["checkpointing"] = checkpointing
         try:
             with same_switches():
-                loop.run(job, place, sources=self.sources, emit=probe.hear, probe=probe, **options)
+                loop.run(job, place, sources=self.sources, emit=probe.on_message, probe=probe, **options)
             if hands_on:
                 probe.gather_weights()
         finally:

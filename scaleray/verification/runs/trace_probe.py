@@ -78,7 +78,7 @@ class TraceProbe:
         self._exported: dict[str, np.ndarray] = {}
         self._owned: frozenset[str] = frozenset()
 
-    def hear(self, message: WorkerMessage) -> None:
+    def on_message(self, message: WorkerMessage) -> None:
         """Note the evaluations among the run's messages."""
         if isinstance(message, EvaluationRecord):
             self._evaluations[message.step] = dict(message.metrics)

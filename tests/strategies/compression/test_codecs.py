@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scaleray.strategies.compression.codecs import Cast, Int8, Layout, Part, PowerSGD, TopK, Whole, dequantise, quantise
-from scaleray.strategies.wire.collectives_log import Message, Wire, pack, unpack
+from scaleray.strategies.traffic.collectives_log import GroupCollectives, Message, pack, unpack
 
 SHAPES = {"embedding": (11, 5), "head": (3, 11), "bias": (7,)}
 MAKE = {
@@ -45,11 +45,11 @@ def true_mean(world_size, step=0):
 
 def send(place, name, dtype=torch.float64):
     """(the mean that arrived, what was not sent, bytes counted, bytes planned) of one bucket."""
-    codec, wire = MAKE[name](), Wire(dist.group.WORLD)
+    codec, collectives = MAKE[name](), GroupCollectives(dist.group.WORLD)
     values = gradient(place.rank, dtype=dtype)
-    left = codec.mean_(values, wire, layout(dtype))
+    left = codec.mean_(values, collectives, layout(dtype))
     planned = sum(message.payload_bytes for message in codec.messages(layout(dtype), place.world_size))
-    return values, left, wire.sent_bytes, planned
+    return values, left, collectives.sent_bytes, planned
 
 
 @pytest.mark.combination
@@ -98,12 +98,12 @@ def test_a_quantised_value_is_at_most_half_a_step_off(values, block):
 
 
 def send_low_rank(place):
-    codec, wire = PowerSGD(rank=2), Wire(dist.group.WORLD)
+    codec, collectives = PowerSGD(rank=2), GroupCollectives(dist.group.WORLD)
     generator = torch.Generator().manual_seed(7)
     columns = torch.randn(12, 2, generator=generator, dtype=torch.float64)  # the same on every rank
     matrix = columns @ torch.randn(2, 9, generator=torch.Generator().manual_seed(place.rank), dtype=torch.float64)
     values, one = matrix.flatten(), Layout((Part("w", 0, 108, 12),), 8)
-    codec.mean_(values, wire, one)
+    codec.mean_(values, collectives, one)
     return values, matrix.flatten()
 
 
@@ -114,12 +114,12 @@ def test_powersgd_is_exact_for_matrices_of_its_rank(gloo):
 
 
 def send_the_same_matrix_often(place):
-    codec, wire = PowerSGD(rank=2), Wire(dist.group.WORLD)
+    codec, collectives = PowerSGD(rank=2), GroupCollectives(dist.group.WORLD)
     one, errors = Layout((Part("w", 0, 20 * 15, 20),), 8), []
     matrix = torch.randn(20 * 15, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     for _ in range(40):
         values = matrix.clone()
-        codec.mean_(values, wire, one)
+        codec.mean_(values, collectives, one)
         errors.append((values - matrix).norm().item())
     singular = torch.linalg.svdvals(matrix.view(20, 15))
     return errors, singular[2:].norm().item()
@@ -135,11 +135,15 @@ def test_powersgd_starts_where_it_ended_and_so_comes_to_the_best_approximation(g
 
 
 def send_often(place, name, steps):
-    codec, wire, left = MAKE[name](), Wire(dist.group.WORLD), torch.zeros(layout().size, dtype=torch.float64)
+    codec, collectives, left = (
+        MAKE[name](),
+        GroupCollectives(dist.group.WORLD),
+        torch.zeros(layout().size, dtype=torch.float64),
+    )
     total, largest = torch.zeros_like(left), 0.0
     for step in range(steps):
         values = gradient(place.rank, step) + left
-        left = codec.mean_(values, wire, layout())
+        left = codec.mean_(values, collectives, layout())
         total += values
         largest = max(largest, left.norm().item())
     return total, left, largest
@@ -166,13 +170,13 @@ def test_what_topk_leaves_over_stays_within_the_bound_of_its_density(gloo):
 
 
 def send_spoilt(place, name, value, at):
-    codec, wire = MAKE[name](), Wire(dist.group.WORLD)
+    codec, collectives = MAKE[name](), GroupCollectives(dist.group.WORLD)
     values = gradient(place.rank, dtype=torch.float32)
     if place.rank == 1:
         values[at] = value
-    codec.mean_(values, wire, layout(torch.float32))
+    codec.mean_(values, collectives, layout(torch.float32))
     again = gradient(place.rank, 1, dtype=torch.float32)
-    codec.mean_(again, wire, layout(torch.float32))
+    codec.mean_(again, collectives, layout(torch.float32))
     return bool(values.isfinite().all()), bool(again.isfinite().all())
 
 

@@ -445,7 +445,7 @@ def config(**flags):
     ("flags", "says"),
     [
         ({"scale__workers": 1}, "one worker sends no gradients"),
-        ({"strategy__name": "fsdp"}, "it is a hook of DDP, and the strategy is fsdp"),
+        ({"strategy__name": "fsdp"}, " is a hook of DDP, and the strategy is fsdp"),
         ({"strategy__name": "local_sgd"}, "the strategy is local_sgd"),
         ({"compression__name": "adaptive", "deterministic": True}, "by measured times"),
     ],

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from scaleray.strategies.pipeline.pipeline_shards import Shards
-from scaleray.strategies.wire.ledger import Ledger
+from scaleray.strategies.traffic.ledger import Ledger
 from scaleray.training.setup.model_setup import prepare
 
 pytestmark = pytest.mark.combination  # a feature that few commits touch: its tests take turns

@@ -195,7 +195,7 @@ def test_a_metric_of_no_split_is_refused_before_the_first_step(tmp_path):
 
 def test_a_metric_that_no_evaluation_measures_is_refused_at_the_first_one(tmp_path):
     workload = Scored(RISE_AND_FALL)
-    with pytest.raises(ConfigError, match=r"no evaluation measures that.*\n  there are: val/loss, val/score"):
+    with pytest.raises(ConfigError, match=r"no evaluation measures this metric.*\n  there are: val/loss, val/score"):
         train_alone(workload, {**FLAGS, "checkpoint.best": "val/scores max"}, folder=tmp_path)
     assert not stored(tmp_path), "after 2 steps"
 

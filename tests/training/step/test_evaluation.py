@@ -75,7 +75,7 @@ def test_all_ranks_evaluate_it_after_the_same_step_and_a_resumed_run_does_so_onc
         (
             WithTest(num_val=10),
             {"stop.at": "test/loss <= 0"},
-            r"stop\.at is .*no evaluation measures that.*\n.*val/loss$",
+            r"stop\.at is .*no evaluation measures this metric.*\n.*val/loss$",
         ),
         (WithTest(num_val=10), {"stop.patience": 2, "stop.watch": "test/loss min"}, r"stop\.watch is .*\n.*val/loss$"),
         (

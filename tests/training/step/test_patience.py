@@ -66,7 +66,7 @@ def test_all_ranks_end_after_the_same_step_and_so_does_a_resumed_run(gloo, tmp_p
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"stop.watch": "val/f1 max"}, r"stop\.watch is 'val/f1'.*no evaluation measures that"),
+        ({"stop.watch": "val/f1 max"}, r"stop\.watch is 'val/f1'.*no evaluation measures this metric"),
         ({"stop.watch": "test/loss min"}, r"stop\.watch is 'test/loss'"),
         ({"stop.watch": None}, "it needs stop.watch or checkpoint.best"),
         ({"evaluation.every": None}, "it counts evaluations, so evaluation.every is needed"),

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from scaleray.strategies.wire.ledger import Entry
+from scaleray.strategies.traffic.ledger import Entry
 
 BUCKET_BYTES = 25 * 2**20
 

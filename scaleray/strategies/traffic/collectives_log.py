@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from scaleray.profiling.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
-from scaleray.strategies.wire.ledger import Ledger
+from scaleray.strategies.traffic.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Message:
         return self.payload_bytes * factor[self.kind]
 
 
-class Wire:
+class GroupCollectives:
     """The collectives of one group. Each is blocking, and its payload is counted once in `ledger`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
