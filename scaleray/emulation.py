@@ -272,9 +272,8 @@ def _after_forward(sleeper: _Sleeper) -> Callable[[nn.Module, Any, Any], Any]:
         if isinstance(output, (tuple, list)) and output and isinstance(output[0], torch.Tensor):
             items = (sleeper(output[0]), *output[1:])
             return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)  # a named tuple
-        raise ConfigError(
-            "emulate()", type(output).__name__, f"{type(module).__name__} must return a tensor, or one first in a tuple"
-        )
+        found = f"returned {type(output).__name__}: it must return a tensor, or a tuple that begins with one"
+        raise ConfigError.problem(f"the emulated {type(module).__name__}", found)
 
     hook.sleeps = True  # type: ignore[attr-defined] # for `is_emulated`
     return hook

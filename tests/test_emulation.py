@@ -189,7 +189,7 @@ def test_a_module_whose_output_cannot_be_slowed_is_refused():
 
     model = GivesDict()
     emulate([model], Timing())
-    with pytest.raises(ConfigError, match="GivesDict must return a tensor"):
+    with pytest.raises(ConfigError, match="the emulated GivesDict returned dict: it must return a tensor"):
         model(torch.ones(1))
 
 

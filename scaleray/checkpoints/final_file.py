@@ -36,7 +36,7 @@ class FinalFile:
         state = load_torch(path, content, what=what)
         if not isinstance(state, Mapping) or not state or not all(isinstance(name, str) for name in state):
             found = "a mapping without text keys" if isinstance(state, Mapping) else type(state).__name__
-            raise CheckpointError.problem(f"{what} {path}", f": expected a mapping of names to tensors, got {found}")
+            raise CheckpointError.problem(f"{what} {path}", f"must contain a mapping of names to tensors, not {found}")
         return cls(path, {name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
 
     def tensor(self, name: str) -> torch.Tensor:

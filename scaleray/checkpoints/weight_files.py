@@ -92,8 +92,8 @@ def opened_torch(path: str) -> Iterator[tuple[list[str], Callable[[str], torch.T
         )
     if other:
         raise CheckpointError.problem(
-            f"the file to import, {path}",
-            f": expected a mapping of names to tensors, got {other}",
+            f"the file to import, {path},",
+            f"must contain a mapping of names to tensors, and it contains {other}",
             "save only the state dict: torch.save(model.state_dict(), path)",
         )
     yield list(content), content.__getitem__

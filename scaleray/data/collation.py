@@ -124,7 +124,9 @@ def padded(
         longest = int(column.lengths.max(initial=0))
         if to is not None and longest > to:
             raise DataError.problem(
-                f"column {name}", f"has a row of {longest} values, and padding is up to {to}", "cut rows in transform()"
+                f"column {name}",
+                f"has a row of {longest} values, and Padding(to={to}) allows no more than {to}",
+                "cut rows in transform()",
             )
         width = -(-(to or longest) // multiple_of) * multiple_of
         is_real = np.arange(width) < column.lengths[:, None]

@@ -48,7 +48,7 @@ def look_at_step(source: Source, plan: StepPlan, step: int) -> RowsOfStep:
 
 
 def _changed(source: Source, rows: Columns, seeds: np.ndarray) -> Columns:
-    """The rows through all transforms."""
+    """The rows after all transforms."""
     if not isinstance(source, Transformed):
         return rows
     return source.changed(_changed(source.source, rows, seeds), seeds)

@@ -102,19 +102,22 @@ class ParquetSource:
         import pyarrow.compute as pc
 
         if name not in self._names:
-            raise DataError("Parquet lengths", name, f"{self.uri} has the columns {', '.join(self._names)}")
+            raise DataError(
+                "the argument lengths of ParquetSource", name, f"{self.uri} has the columns {', '.join(self._names)}"
+            )
         tables = (self._read_group(filesystem, number, [name]) for number in range(len(self.groups)))
         try:
             return np.concatenate([pc.list_value_length(table.column(name)).to_numpy() for table in tables])
         except NotImplementedError as exc:
-            raise DataError("Parquet lengths", name, "it must be a column of lists") from exc
+            raise DataError("the argument lengths of ParquetSource", name, "it must be a column of lists") from exc
 
     def _check_columns(self, schemas: list[Any]) -> list[str]:
         """The columns to read, which every file must have with one type."""
         first = schemas[0]
         missing = [c for c in self.columns or [] if c not in first.names]
         if missing:
-            raise DataError("Parquet columns", missing, f"{self.uri} has the columns {', '.join(first.names)}")
+            text = f"lacks {', '.join(missing)}: it has the columns {', '.join(first.names)}"
+            raise DataError.problem(self.uri, text)
         for (path, _), schema in zip(self.files, schemas, strict=True):
             names = self.columns or dict.fromkeys([*first.names, *schema.names])
             types = {n: [s.field(n).type if n in s.names else "missing" for s in (first, schema)] for n in names}
@@ -129,8 +132,8 @@ class ParquetSource:
         return self.columns or first.names
 
     def _known_nulls(self, footers: list[Any]) -> tuple[str, str, int, int] | None:
-        """(column, file, row group, number) of the first nulls counted in the footers. Lists are left out: their counts
-        are of missing leaves, which empty lists also have."""
+        """(column, file, row group, number) of the first nulls counted in the footers. Lists are left out, since their
+        counts include empty lists."""
         for file, group in self.groups:
             columns = footers[file].row_group(group)
             for number in range(columns.num_columns):

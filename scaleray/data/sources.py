@@ -56,10 +56,9 @@ class ArraySource:
             raise DataError.problem("an array source", "lacks columns: it needs at least one array")
         lengths = {n: len(array) if isinstance(array, Ragged) or array.ndim else -1 for n, array in self.arrays.items()}
         if len(set(lengths.values())) != 1 or -1 in lengths.values():
-            raise DataError(
+            raise DataError.problem(
                 "an array source",
-                f"columns of {lengths} rows",
-                "all need the same number of rows",
+                f"has columns of {lengths} rows: all need the same number of rows",
                 "check the first dimension of each array",
             )
         self.num_rows = next(iter(lengths.values()))

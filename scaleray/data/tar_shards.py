@@ -73,7 +73,8 @@ class Shards:
         endings = list(dict.fromkeys(ending for _, _, files in self.rows for ending in files))
         missing = [name for name in columns or () if name not in endings]
         if missing or not self.rows:
-            raise DataError("tar columns", missing or "no rows", f"the shards have the endings {', '.join(endings)}")
+            text = f"have no {', '.join(missing) or 'rows'}: they have the endings {', '.join(endings)}"
+            raise DataError.problem("the tar shards", text)
         self.columns = list(columns) if columns is not None else endings
         for number, key, files in self.rows:
             if lacking := [ending for ending in self.columns if ending not in files]:

@@ -71,7 +71,7 @@ def check_served(packed: Path, *, uri: str | None) -> None:
 
 
 def _digest(version: ModelVersion) -> str:
-    """The statement's hash as the version's tag has it; empty if the tag holds something else, such as a path."""
+    """Hash of the statement in the version's tag; empty if the tag holds something else, such as a path."""
     tag = version.tags.get(STATEMENT_TAG, "")
     return tag[:32] if re.fullmatch("[0-9a-f]{64}", tag) else ""
 

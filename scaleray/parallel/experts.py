@@ -213,7 +213,7 @@ def balance_loss(model: nn.Module) -> torch.Tensor:
 def _totals(model: nn.Module) -> torch.Tensor:
     found = expert_totals(model)
     if found is None:
-        raise WorkloadError.problem("the model", "has no scaleray.parallel.MixtureOfExperts that was called")
+        raise WorkloadError.problem("the model", "called no scaleray.parallel.MixtureOfExperts in its last pass")
     return found
 
 

@@ -130,7 +130,7 @@ class Sender:
         self._lock = threading.Lock()  # checkpoints send from a thread of their own
 
     def __call__(self, *messages: WorkerMessage) -> None:
-        """Take messages, and send all that wait if an interval has passed since the last time; without messages, send
+        """Queue messages, and send the queue if an interval has passed since the last time; without messages, send it
         now."""
         with self._lock:
             self._buffer += messages

@@ -128,8 +128,8 @@ class _Group:
         return self.outcomes, self.runs.references
 
     def _choose_quiet(self) -> tuple[str, bool]:
-        """(parts to disable so that several workers can repeat one process; whether the model takes statistics over
-        batches that can be repeated). Runs the reference on the way."""
+        """Return the parts to disable so that several workers can repeat one process, and whether the model takes
+        statistics over repeatable batches. Runs the reference."""
         trace = self.runs.reference(Key(Quieted.MODULES))
         if not any(step.draws_random_numbers for step in trace.steps):
             has_statistics = "BatchNorm" in trace.quieted and "SyncBatchNorm" not in trace.quieted

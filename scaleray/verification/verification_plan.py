@@ -208,7 +208,7 @@ def strategy_names(options: VerifyOptions) -> list[str]:
     """Names of strategies, `own` and `all` among them. Raises ConfigError for an unknown one."""
     for name in options.names:
         if name not in (*STRATEGIES, "all", "own"):
-            raise ConfigError("--strategies", name, f"there are: all, {', '.join(STRATEGIES)}, own")
+            raise ConfigError("--strategies", name, f"it must be one of all, {', '.join(STRATEGIES)} and own")
     return options.names
 
 

@@ -50,7 +50,7 @@ def test_values_and_masks_by_column():
 
 def test_a_width_of_its_own_and_a_row_that_is_longer():
     assert padded(columns(), to=5)["x"].shape == (4, 5)
-    with pytest.raises(DataError, match=r"a row of 3 values.*padding is up to 2"):
+    with pytest.raises(DataError, match=r"a row of 3 values.*Padding\(to=2\)"):
         padded(columns(), to=2)
 
 

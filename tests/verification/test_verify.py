@@ -168,7 +168,7 @@ def test_what_a_config_forbids_is_listed_with_the_reason(tmp_path):
         ({"world_sizes": [0]}, "from 1"),
         ({"accumulation": []}, "from 1"),
         ({"strategies": ["ddp"], "world_sizes": [16], "accumulation": [2]}, "each worker's step has only 1 sample"),
-        ({"strategies": ["dpp"]}, "there are: all, single, ddp"),
+        ({"strategies": ["dpp"]}, "it must be one of all, single, ddp"),
         ({"strategies": ["single"], "world_sizes": [2]}, "it is for one worker"),
         ({"steps": 0}, "at least 1"),
         ({"bound": 1.0}, "below 1"),

@@ -155,7 +155,7 @@ def check_training_apart(config: RunConfig) -> None:
         raise ConfigError(
             "parallel.replicate",
             1,
-            f"{name} averages replicas, and all workers hold a single one",
+            f"{name} averages several replicas, and all workers together hold a single one",
             "use --strategy.name fsdp, or more replicas",
         )
     if config.local_sgd.node_sync_every is not None:

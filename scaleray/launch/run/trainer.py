@@ -115,8 +115,8 @@ def fit(
 def _fit_once(
     assignment: Assignment, streamed: dict[str, Any], attempt: int, recorder: RemoteRecorder, watcher: _Watcher
 ) -> BaseException | None:
-    """Run workers to the end; None when they are done, else the error that shows that Ray Train's controller or the
-    recorder was lost, after which workers can restart. attempt: counted from 1. Raises errors that end the run."""
+    """Run workers to the end and return None. Returns an error if Ray Train's controller or the recorder was lost,
+    after which workers can restart. attempt: counted from 1. Raises errors that end the run."""
     import ray
     import ray.train
 

@@ -28,7 +28,8 @@ from scaleray.training.noise.statistical_efficiency import (
 
 
 def adascale_gain(kappa: float, *, square: float, trace: float) -> float:
-    """Number of reference steps that a step of `kappa` times as many samples is worth, in [1, kappa] from kappa 1 on.
+    """Number of reference steps that a step of `kappa` times as many samples is worth, in [1, kappa] for a kappa of at
+    least 1.
 
     square: |G|^2; trace: trace of the covariance of the reference batch's mean gradient. AdaScale multiplies the
     learning rate by the gain (Adam: by its square root).

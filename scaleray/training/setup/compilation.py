@@ -76,9 +76,9 @@ class Compilation:
 
 @contextlib.contextmanager
 def compiled(model: nn.Module, config: RunConfig, workload: Any) -> Iterator[Compilation | None]:
-    """Compile `model` in place, names of parameters unchanged, as long as the context lasts; None if nothing is to be
-    compiled. torch keeps counters and switches for the whole process: they are reset here, so that each run is counted
-    alone. Raises WorkloadError if blocks are to be compiled and the workload names none."""
+    """Context in which `model` is compiled in place, without renaming parameters; None if nothing is to be compiled.
+    Resets torch's counters and switches, which are global, so that each run is counted separately. Raises WorkloadError
+    if blocks are to be compiled and the workload names none."""
     settings = config.compilation
     if settings.what == "nothing":
         yield None

@@ -13,7 +13,7 @@ from scaleray.workload import call_user_code, own_method
 
 
 def losses_of(workload: Any) -> dict[str, Callable[[Any, Any], Any]] | None:
-    """A workload's several losses by name; None if it has one, `loss`."""
+    """A workload's several losses by name; None for a single `loss`."""
     give = own_method(workload, "losses")
     if give is None:
         return None

@@ -83,7 +83,7 @@ def alike(everyone: Iterable[Mapping[str, Layer]]) -> dict[str, Layer | None]:
 
 @dataclass
 class Given:
-    """Input of a step's loss on this rank: digests of its rows, uint64, each once, None if a row is not known; the
+    """Input of a step's loss on this rank: digests of its distinct rows (uint64; None if a row is unknown), and the
     number formats of its columns. evaluates_in_training: whether an evaluation has found the model in training mode.
     """
 
