@@ -101,7 +101,7 @@ class DataError(UsageError):
 
 
 class ClusterError(UsageError):
-    """The Ray cluster cannot be reached or can never hold what was asked for."""
+    """The Ray cluster cannot be reached or can never hold the run."""
 
 
 class StorageError(UsageError):
@@ -117,7 +117,7 @@ class TrackingError(UsageError):
 
 
 class TraceError(UsageError):
-    """A trace or a memory snapshot cannot be read: cut off, of another form, or without what is asked of it."""
+    """A trace or a memory snapshot cannot be read: cut off, in another format, or without the requested data."""
 
 
 class RunFailedError(ScaleRayError):
@@ -125,7 +125,7 @@ class RunFailedError(ScaleRayError):
 
 
 class NonFiniteLossError(RunFailedError):
-    """A loss or gradient norm is NaN or infinite and the config says to raise."""
+    """A loss or gradient norm is NaN or infinite, and `on_nonfinite` is `raise`."""
 
 
 class InputStarvedError(RunFailedError):
@@ -155,11 +155,11 @@ class PeerLostError(RunFailedError):
 
 
 class LeftEarly(RunFailedError):
-    """The run was asked to stop and did so in good order: its last step is saved, and it can be resumed."""
+    """The run stopped on request: its last step is saved, and it can be resumed."""
 
 
 def text_of(error: BaseException) -> str:
-    """The message of an error; one of the user's may fail while its text is made."""
+    """Message of an error; making the text of a user's error may fail."""
     try:
         return str(error)
     except Exception as failed:
@@ -167,7 +167,7 @@ def text_of(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the name of its type where it has none, as a bare `assert` has."""
+    """First line of an error's message, or the name of its type if it has none, as with a bare `assert`."""
     return next(iter(text_of(error).strip().splitlines()), type(error).__name__)
 
 

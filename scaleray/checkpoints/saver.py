@@ -128,7 +128,7 @@ class Saver:
 
     def restate(self, values: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Add these values and facts, which became known later, to the last checkpoint: its manifest is rewritten, its
-        tensors are kept. Acts on rank 0 only.
+        tensors stay. Acts on rank 0 only.
         """
         self.wait()
         if not self.is_first or self._last is None:

@@ -123,7 +123,7 @@ class ShardWriter(StorageWriter):
         return future
 
     def _unchanged(self, staged: list[tuple[WriteItem, Key, np.ndarray]], digests: list[str]) -> dict[Key, Chunk]:
-        """Parts already stored, with their locations. Files of which little is reused are not kept."""
+        """Parts already stored, with their locations. Files of which little is reused are left out."""
         found: dict[Key, Chunk] = {}
         of_file: dict[str, int] = {}
         for (item, key, content), digest in zip(staged, digests, strict=True):

@@ -56,7 +56,7 @@ def dtype_of(tensor: Tensor) -> torch.dtype:
 def write_tensors(
     stores: list[Store], file: str, names: list[str], get: Callable[[str], torch.Tensor]
 ) -> tuple[dict[str, Tensor], StoredFile]:
-    """Write whole tensors to one file in sequence; each is requested at its turn, once per store."""
+    """Write whole tensors to one file in sequence; each is requested when it is written, once per store."""
     tensors: dict[str, Tensor] = {}
 
     def contents() -> Iterator[Any]:

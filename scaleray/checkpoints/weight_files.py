@@ -37,8 +37,8 @@ def _contents(tensor: torch.Tensor) -> memoryview:
 def safetensors_file(
     tensors: Mapping[str, Tensor], get: Callable[[str], torch.Tensor], about: Mapping[str, Any]
 ) -> Iterator[Any]:
-    """Yield the bytes of a `.safetensors` file in pieces; each tensor is requested at its turn. Raises CheckpointError
-    for a dtype that the format does not support."""
+    """Yield the bytes of a `.safetensors` file in pieces; each tensor is requested when it is needed. Raises
+    CheckpointError for a dtype that the format does not support."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **{key: str(value) for key, value in about.items()}}}
     position = 0
     # widest first, so that each tensor begins at a multiple of its element's size

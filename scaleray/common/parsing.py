@@ -104,7 +104,7 @@ class NotYaml(ValueError):
 
 @contextlib.contextmanager
 def yaml_nodes(text: str) -> Iterator[tuple[BoundedLoader, yaml.Node | None]]:
-    """Yield a loader with the document's node, which knows its lines, to construct values within the context.
+    """Yield a loader with the document's node, which has line numbers, to construct values within the context.
 
     Raises NotYaml, TooLarge, or another ValueError for invalid values, here and within the context.
     """

@@ -313,7 +313,7 @@ class IterableSource(DatasetSource):
         return enumerate(rows)
 
     def _in_turn(self, rows: Iterator[Any]) -> Iterator[Columns]:
-        """Copies of rows; threads take turns for each."""
+        """Copies of rows, read under a lock."""
         while True:
             with TURNS:
                 columns = None if (row := next(rows, END)) is END else self._own_columns(row)

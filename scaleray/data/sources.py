@@ -253,7 +253,7 @@ class DatasetSource:
         }
 
     def _row(self, index: int, seed: int | None = None) -> Columns:
-        """Copy of a row, read under this seed. Threads take turns."""
+        """Copy of a row, read under this seed and a lock."""
         with TURNS, no_exit(f"{type(self.dataset).__name__}.__getitem__({index})"):
             if seed is not None:
                 seed_row(seed)

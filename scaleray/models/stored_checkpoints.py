@@ -92,7 +92,7 @@ def prune_checkpoints(
     dry_run: bool = False,
     copy_path: str | None = None,
 ) -> dict[str, Any]:
-    """Remove superfluous checkpoints; files that a remaining checkpoint needs are kept.
+    """Remove superfluous checkpoints; files that a remaining checkpoint needs stay.
 
     run, copy_path: as for `list_checkpoints`. keep_last: number of newest ones to keep. keep_best: number of best ones
     to keep as well, by `best`, a metric and its direction such as `val/loss min`. keep_every: keep one every this many

@@ -98,7 +98,7 @@ def summed(tensor: torch.Tensor) -> torch.Tensor:
 
 def counted_before(counts: torch.Tensor) -> torch.Tensor:
     """Sum of `counts` (rows, tokens, ...) over the tokens of each sequence before a worker's piece, for each of its
-    tokens; 0 where it has all. Collective over the workers that share sequences."""
+    tokens; 0 if it has all of them. Collective over the workers that share sequences."""
     if _active is None or _active.group is None:
         return torch.zeros_like(counts)
     pieces = torch.stack([piece.sum(1) for piece in counts.chunk(len(_active.pieces()), dim=1)])

@@ -209,7 +209,7 @@ def _is_small_filter(packet: Any, args: Any) -> bool:
 
 
 def _without_values(model: nn.Module) -> None:
-    """Give the model, built on the meta device, tensors of the mode that claim to lie on the CPU. Tied ones stay tied.
+    """Give the model, built on the meta device, tensors of the mode that claim to be on the CPU. Tied ones stay tied.
 
     Autocast supports only such tensors; and torch cannot move the model itself in this mode, as its tensors are
     referenced elsewhere."""

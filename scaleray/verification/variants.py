@@ -86,7 +86,8 @@ def verify_group(
     sources: Sources,
     tell: Tell = lambda outcome: None,
 ) -> tuple[list[Outcome], References]:
-    """Judge every variant. Collective over the place's group. New references are added to the given ones (rank 0).
+    """Compare every variant with one process. Collective over the place's group. New references are added to the given
+    ones (rank 0).
 
     tell: called on rank 0, see `Tell`. Raises UsageError when the reference itself cannot run."""
     return _Group(place, assignment, references, sources, tell).run()
@@ -218,7 +219,7 @@ class _Group:
         return self._with(outcome, on_first(self.place, lambda: self._masks_broken(variant, trace)))
 
     def _compared(self, key: Key, trace: Trace) -> tuple[Comparison, float, str]:
-        """The comparison of a run that promises equality, its bound, and the origin of a wider bound. On rank 0."""
+        """Comparison of a run that must be equal, its bound, and the origin of a wider bound. On rank 0."""
         reference = self.runs.reference(key)
         comparison = compare(reference, trace, bound=self.bound)
         if comparison.divergence is None:

@@ -85,7 +85,7 @@ def _asking_for(config: RunConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _apart(config: RunConfig, labels: dict[str, str]) -> Iterator[None]:
-    """Request one node per worker under STRICT_SPREAD: one large node could meet a request for resources alone."""
+    """Request one node per worker under STRICT_SPREAD: one large node could satisfy a request for resources alone."""
     if config.scale.placement != "STRICT_SPREAD":
         yield
         return

@@ -52,7 +52,7 @@ class Codec(Protocol):
         """Replace `values` by the mean of what all ranks send; returns this rank's residual (n,). Collective."""
 
     def seen(self, values: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Values that other ranks would receive for these, without sending them."""
+        """Values that other ranks would receive in place of these; nothing is sent."""
 
     def messages(self, layout: Layout, world_size: int) -> list[Message]:
         """Collectives that `mean_` will call."""

@@ -36,7 +36,7 @@ class StageEnd(BaseException):
 
 @dataclass
 class Entry:
-    """Place where a stage's activation waits until the pass comes to its first block."""
+    """Holder of a stage's activation until the pass reaches the stage's first block."""
 
     activation: torch.Tensor | None = None
     num_passes: int = 0

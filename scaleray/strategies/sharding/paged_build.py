@@ -30,7 +30,7 @@ READ_WITHOUT_DISPATCH = {
 
 @dataclass
 class _Page:
-    """Memory of one or more tensors. kept: this rank's part if the rest is freed; digest: in that case, that of the
+    """Memory of one or more tensors. kept: this rank's part once the rest is freed; digest: in that case, that of the
     whole."""
 
     storage: StorageWeakRef

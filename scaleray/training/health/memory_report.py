@@ -25,7 +25,7 @@ class MemoryReport(Observer):
     memory that outlives the step. activations_bytes: the step's further memory at its peak, including temporary
     results; None if compiled code on a CPU hides it. allocated_bytes, reserved_bytes, peak_bytes: memory of tensors, of
     the allocator (CPU: resident memory), of tensors at the peak. fragmentation_share: share of the reserved memory that
-    lies unused between blocks in use; None on the CPU."""
+    is unused, between blocks in use; None on the CPU."""
 
     def __init__(self, device: torch.device, guard: Guard) -> None:
         self.device, self.guard = device, guard

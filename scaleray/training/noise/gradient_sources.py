@@ -30,8 +30,8 @@ Collectives stay outside of it."""
 
 @dataclass(frozen=True)
 class StepGradients:
-    """A step whose gradients lie in the parameters, unscaled and before clipping. Counts are the loss's; rows are
-    samples.
+    """A step whose gradients are stored in the parameters, unscaled and before clipping. Counts are the loss's; rows
+    are samples.
 
     In a local step all values are this rank's own; otherwise all but `own_count` are those of all ranks together."""
 

@@ -153,7 +153,7 @@ def _kernels(trained: list[nn.Parameter], config: RunConfig, *, is_sparse: bool 
 
 def _layer_wise(trained: list[nn.Parameter], values: OptimizerValues, config: RunConfig) -> torch.optim.Optimizer:
     """LARS or LAMB. Biases and norms are left out of adaptation and decay, as in both papers' experiments: their norms
-    say little about a good step, and decay would not help them."""
+    carry little information about a good step, and decay would not help them."""
     settings = config.optimizer
     is_matrix = [settings.adapt_vectors or p.ndim > 1 for p in trained]
     groups = [

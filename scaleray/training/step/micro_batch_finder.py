@@ -1,8 +1,8 @@
 """The largest micro-batch that fits, found by training steps under the real strategy, which are then undone.
 
-Peak memory grows nearly in a straight line with the micro-batch, so that two small trials tell which size to try next:
-running out of memory, which ranks in the middle of a collective could not agree on, is the exception. The result was
-tried on all ranks together."""
+Peak memory grows nearly in a straight line with the micro-batch, so two small trials determine the next size: running
+out of memory, which ranks in the middle of a collective could not agree on, is the exception. The result was tried on
+all ranks together."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def _gradients(loss: torch.Tensor, parameters: list[nn.Parameter]) -> list[torch
 
 
 def _first_loss(workload: Any, setup: Setup) -> tuple[Callable[[Any, Any], Any], Callable[[str], bool]]:
-    """The workload's loss, or the first of several, and a function that tells whether the loss moves a parameter."""
+    """The workload's loss, or the first of several, and a function that reports whether the loss moves a parameter."""
     losses = losses_of(workload)
     if losses is None:
         return workload.loss, lambda name: True

@@ -64,7 +64,7 @@ class Variant:
 
     @property
     def outcome(self) -> Outcome:
-        """Outcome of the variant before it is judged."""
+        """Outcome of the variant before its verdict."""
         axes = [axis for axis, degree in dataclasses.asdict(self.job.degrees).items() if degree > 1]
         layout = self.job.degrees.text() if len(axes) > 1 or axes == ["context"] else ""
         return Outcome(self.strategy, self.world_size, self.accumulation, "equal", layout=layout)

@@ -272,7 +272,7 @@ def _mean_in_gossip(trace: Trace, config: RunConfig, step: int) -> np.ndarray | 
 
 def _mass_lost(step: StepTrace, trace: Trace, bound: float) -> Divergence | None:
     """A parameter whose weighted sum over replicas and messages under way is not that of the previous step plus the
-    replicas' updates: asynchronous gossip promises this for any order of messages (Assran et al. 2018,
+    replicas' updates: asynchronous gossip guarantees this for any order of messages (Assran et al. 2018,
     arXiv:1811.10792, section 3)."""
     replicas = step.replicas
     if replicas is None or replicas.masses is None or replicas.weights is None:
