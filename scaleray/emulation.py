@@ -188,9 +188,8 @@ class EmulatedLink:
 
     def __init__(self, *, bytes_per_s: float, latency_s: float = 0.0, timeline: Timeline | None = None) -> None:
         if not bytes_per_s > 0 or not latency_s >= 0:
-            raise ConfigError(
-                "EmulatedLink", (bytes_per_s, latency_s), "bytes_per_s above 0 and latency_s of 0 or more"
-            )
+            text = f"needs bytes_per_s above 0 and latency_s of at least 0, not {bytes_per_s} and {latency_s}"
+            raise ConfigError.problem("EmulatedLink", text)
         self.bytes_per_s, self.latency_s, self.timeline = bytes_per_s, latency_s, timeline or Timeline()
         self._transfers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._number = 0

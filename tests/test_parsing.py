@@ -60,7 +60,7 @@ def test_what_is_too_long_is_refused_before_it_is_read_to_its_end(text, tmp_path
     with pytest.raises(TooLarge, match="500 keys and values"):
         loader.get_single_node()
     assert Counting.num_tokens < 2300  # of 4,000 and more
-    with pytest.raises(ConfigError, match=r"job\.yaml is too large: it has more than the 500 "):
+    with pytest.raises(ConfigError, match=r"job\.yaml is too large: it has more than 500 keys and values"):
         read_file(written(tmp_path, text))
 
 

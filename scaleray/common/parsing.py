@@ -61,7 +61,7 @@ class BoundedLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self._num_nodes += 1
         if self._num_nodes > MOST_NODES:
-            raise TooLarge(f"it has more than the {MOST_NODES:,} keys and values that are read")
+            raise TooLarge(f"it has more than {MOST_NODES:,} keys and values, which is the limit")
         node = super().compose_node(parent, index)
         if isinstance(node, yaml.ScalarNode) and node.tag in NUMBERS and len(node.value) > MOST_DIGITS:
             raise TooLarge(f"it has a number of {len(node.value):,} digits, and at most {MOST_DIGITS:,} are read")
@@ -90,7 +90,7 @@ class BoundedLoader(yaml.SafeLoader):
             self.flatten_mapping(one)
             merged += one.value
             if len(merged) > MOST_NODES:
-                raise TooLarge(f"its merges make more than the {MOST_NODES:,} keys and values that are read")
+                raise TooLarge(f"its merges make more than {MOST_NODES:,} keys and values, which is the limit")
         node.value = [*merged, *own]
 
 

@@ -27,10 +27,12 @@ def check_capacity(config: RunConfig, nodes: Sequence[Node]) -> None:
     most = _beside_the_input(config, nodes)
     if possible < needed:
         where = f", {len(_fitting(scale, nodes))} with these labels" if scale.label_selector else ""
-        raise ClusterError("scale", asked, f"{has}{where} and can hold {possible}", _fewer(config, min(possible, most)))
+        raise ClusterError(
+            "the requested scale", asked, f"{has}{where} and can hold {possible}", _fewer(config, min(possible, most))
+        )
     if most < needed:
         raise ClusterError(
-            "scale",
+            "the requested scale",
             asked,
             f"{has}, and {config.data.reserved_cpus:g} must stay free for the input tasks (data.reserved_cpus)",
             _fewer(config, most),
