@@ -113,7 +113,8 @@ def _follow(jobs: Any, job: str, output: Output) -> int:
             output.say(f"job {job} continues; scaleray jobs logs {job}, scaleray jobs stop {job}")
             return STOPPED
         code = f", exit code {ended.exit_code}" if ended.exit_code else ""
-        output.say(f"job {job}: {ended.status}{code}" + (f" ({ended.message})" if ended.message else ""))
+        reason = ended.message.partition(", last available logs")[0]  # Ray repeats the output that was shown
+        output.say(f"job {job}: {ended.status}{code}" + (f" ({reason})" if reason else ""))
         return 0 if ended.status == "SUCCEEDED" else FAILED
 
 

@@ -35,7 +35,7 @@ def check_capacity(config: RunConfig, nodes: Sequence[Node]) -> None:
             "the requested scale",
             asked,
             f"{has}, and {config.data.reserved_cpus:g} must stay free for the input tasks (data.reserved_cpus)",
-            _fewer(config, most),
+            f"{_fewer(config, most)}; or --data.reserved-cpus 0 if the workers read their rows themselves",
         )
 
 

@@ -28,7 +28,7 @@ class Client:
 
     def __init__(self, *tails):
         self.submitted, self.stopped, self.deleted, self.tails = [], [], [], list(tails)
-        self.status, self.packed = "SUCCEEDED", {}
+        self.status, self.packed, self.message = "SUCCEEDED", {}, ""
         self.versions = dataclasses.asdict(Versions.here())
 
     def submit_job(self, **job):
@@ -43,7 +43,7 @@ class Client:
             raise RuntimeError(f"Request failed with status code 404: Job {name} does not exist.")
         status = "SUCCEEDED" if name.startswith("scaleray-probe") else self.status
         return SimpleNamespace(
-            submission_id=name, job_id="", status=SimpleNamespace(value=status), message="", entrypoint="python x",
+            submission_id=name, job_id="", status=SimpleNamespace(value=status), message=self.message, entrypoint="python x",
             start_time=1000, end_time=None, driver_exit_code=3 if status == "FAILED" else 0,
         )  # fmt: skip
 
@@ -290,9 +290,10 @@ def test_a_connection_that_is_lost_is_tried_again_and_nothing_is_written_twice(c
 
 def test_a_job_that_failed_gives_its_exit_code(cluster, capsys):
     cluster.tails, cluster.status = [(["oh\n"], None)], "FAILED"
+    cluster.message = "it failed, last available logs (truncated to 20,000 chars):\noh\n"
     assert submitted("--wait", "--name", "mine") == 1
     out = capsys.readouterr().out
-    assert "oh\n" in out and "job mine: FAILED, exit code 3" in out
+    assert out.count("oh\n") == 1 and "job mine: FAILED, exit code 3 (it failed)\n" in out
 
 
 @pytest.mark.parametrize(("answer", "stopped"), [("s", ["mine"]), ("", []), (None, [])])

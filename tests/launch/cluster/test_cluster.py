@@ -32,7 +32,11 @@ def test_a_run_that_fits_passes():
     ("options", "nodes", "words"),
     [
         ({"scale.workers": 4}, [node(3)], ["4 workers of 1 CPU", "1 node with 3 CPUs", "--scale.workers 2"]),
-        ({"scale.workers": 3}, [node(3)], ["must stay free for the input", "--scale.workers 2"]),
+        (
+            {"scale.workers": 3},
+            [node(3)],
+            ["must stay free for the input", "--scale.workers 2", "--data.reserved-cpus 0"],
+        ),
         ({"scale.workers": 2, "scale.gpus_per_worker": 1}, [node(8, 1)], ["1 GPU", "can hold 1"]),
         ({"scale.workers": 2, "scale.cpus_per_worker": 3}, [node(4), node(2)], ["can hold 1"]),
         ({"scale.workers": 3, "scale.placement": "STRICT_PACK"}, [node(2), node(2)], ["STRICT_PACK", "can hold 2"]),
