@@ -108,7 +108,9 @@ def _map(record: SweepRecord, marks: _Marks, rules: Sequence[str], page: int, le
             ax.set(xlabel="batch size")
         panels[0].set_ylabel("learning rate")
         if drawn is not None and known:
-            _colour_bar(panels, drawn, marks.what, is_log=isinstance(norm, LogNorm))
+            bar = _colour_bar(panels, drawn, marks.what, is_log=isinstance(norm, LogNorm))
+            if low == high:
+                bar.set_ticks([low])
 
     caption = f"Colour: {marks.what}, the median over seeds; {'; '.join(_signs(marks, rules))}.{left}"
     title = "Batch size and learning rate, by rule" if len(rules) > 1 else f"Batch size and learning rate, {rules[0]}"
@@ -199,7 +201,7 @@ def _paint_limits(ax: Any, marks: _Marks, rule: str) -> None:
     ax.set_xlim(right=right)
 
 
-def _colour_bar(panels: Sequence[Any], drawn: Any, what: str, *, is_log: bool) -> None:
+def _colour_bar(panels: Sequence[Any], drawn: Any, what: str, *, is_log: bool) -> Any:
     from matplotlib.ticker import FuncFormatter
 
     bar = panels[-1].figure.colorbar(
@@ -208,6 +210,7 @@ def _colour_bar(panels: Sequence[Any], drawn: Any, what: str, *, is_log: bool) -
     drawing.log_axis(bar.ax.yaxis) if is_log else drawing.plain_axis(bar.ax.yaxis)
     bar.outline.set_visible(False)
     bar.set_label(what, color=MUTED, fontsize=8.5)
+    return bar
 
 
 def _signs(marks: _Marks, rules: Sequence[str]) -> list[str]:

@@ -135,7 +135,7 @@ def _drop(points: list[CurvePoint]) -> str:
             fewer, more = points[number - 1].point.workers, points[number].point.workers
             text = f"{more} workers gave {in_words(gain)} the throughput of {fewer}"
             if number == len(points) - 1:
-                return f"{text}: more workers are slower, and no further doubling is predicted"
+                return f"{text}: more workers are slower"
             return (
                 f"{text}, which no curve explains: measure those points again, or check the placement of their workers"
             )

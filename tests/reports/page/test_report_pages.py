@@ -330,6 +330,12 @@ def test_more_rules_than_fit_side_by_side_get_a_map_each():
     ]
 
 
+def test_a_map_of_equal_values_has_one_number_at_its_colours():
+    record = study_examples.sweep(batches=(32, 64), rules=("sqrt",))
+    equal = [dataclasses.replace(t, samples_to_target=15000) for t in record.trials]
+    assert maps(dataclasses.replace(record, trials=equal))[0].svg.count("15k") == 1
+
+
 @pytest.mark.combination
 def test_where_a_rule_ended_is_in_the_map_and_in_a_table_beside_theory():
     record = study_examples.sweep()
