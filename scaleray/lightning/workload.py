@@ -473,6 +473,6 @@ class LightningWorkload(Workload):
         if not isinstance(loss, torch.Tensor):
             found = f"a dict without 'loss': {sorted(given)}" if isinstance(given, Mapping) else type(loss).__name__
             allowed = "it must return the loss, or a dict with it, for every batch"
-            raise WorkloadError("the result of training_step", found, allowed)
+            raise WorkloadError("training_step()", found, allowed)
         count = self.parts.count(batch) if callable(self.parts.count) else rows
         return loss * count, count

@@ -20,7 +20,8 @@ def replay(file: str | Path, *, uri: str | None = None) -> int | None:
         from scaleray.recording.study_runs import send_record
 
         if lacks := send_record(file, uri=uri):
-            raise TrackingError("MLflow", "not complete", f"{lacks}", "run this again when the server is back")
+            text = f"{file} is not completely in MLflow: {lacks}"
+            raise TrackingError.problem("The record", text, "run this again when the server is back")
         return None
     from scaleray.recording.replay import replay as send_operations
 

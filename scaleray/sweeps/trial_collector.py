@@ -38,7 +38,7 @@ class _Progress:
 class TrialCollector(tune.Callback):
     """Pass on each trial's record when it ends.
 
-    settings: settings, by number, of trials that are not in the plan's list.
+    settings: those of trials that are not in the plan's list, by number.
     """
 
     def __init__(self, plan: SweepPlan, on_trial: Callable[[Trial], None]) -> None:

@@ -127,7 +127,7 @@ def test_a_step_without_a_loss_is_refused():
         def training_step(self, batch, batch_idx):
             return None
 
-    assert "the result of training_step is 'NoneType'" in refused(lambda: with_scaleray(as_workload(Skips, Data)()))
+    assert "training_step() returned 'NoneType'" in refused(lambda: with_scaleray(as_workload(Skips, Data)()))
 
 
 @pytest.mark.parametrize(

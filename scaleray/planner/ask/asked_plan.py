@@ -52,8 +52,10 @@ def question_of(
     """Return the question to the planner. cluster: None is that of the options. Raises ConfigError or UsageError if an
     input is missing, unknown or impossible."""
     if overrides and config is None:
-        raise ConfigError(
-            "an option", overrides[0], "config keys can be given only with -c", "scaleray plan --help lists the options"
+        raise ConfigError.problem(
+            overrides[0],
+            "is not an option of scaleray plan; config keys require -c",
+            "scaleray plan --help lists the options",
         )
     resolved = load_config(config, flags=overrides, planned=without_degrees) if config else None
     own = read_hardware_file(Path(options.hardware)) if options.hardware else None
@@ -77,7 +79,7 @@ def question_of(
         anchor = anchor_of(found, target, catalogue)
     if options.learn is not None:
         if found is not None:
-            raise ConfigError("--learn", options.learn, "it excludes a measured step", "omit one of them")
+            raise ConfigError.problem("--learn", "cannot be combined with a measured step", "omit one of them")
         lesson = _lesson(options.learn, shape, target, config=resolved, catalogue=catalogue)
         scaled, anchor = _used(lesson)
     named = options.optimizer or (resolved.optimizer.name if resolved is not None else "adam")
@@ -106,10 +108,8 @@ def _measurement(options: LayoutOptions) -> Measurement | None:
     if step_time is None:
         return None
     if not step_time > 0 or not micro_batch or micro_batch < 1:
-        raise ConfigError(
-            "--step-time",
-            f"{step_time} s, --micro-batch {micro_batch}",
-            "both must be given and positive: one step on one GPU",
+        raise ConfigError.problem(
+            "--step-time and --micro-batch", "must both be given and positive: they describe one step on one GPU"
         )
     return Measurement(step_time_s=step_time, num_gpus=1, layout=Layout(micro_batch=micro_batch))
 
@@ -123,7 +123,7 @@ def _cluster(options: LayoutOptions, catalogue: Catalogue) -> Cluster:
             "--network", network, "it needs --here and --address", "--cluster takes net=, as in h100:8x16,net=8x400G"
         )
     if here and text is not None:
-        raise ConfigError("--cluster", text, "it cannot be given with --here", "omit one of them")
+        raise ConfigError.problem("--cluster", "cannot be combined with --here", "omit one of them")
     if here:
         from scaleray.planner.ask.this_machine import ray_cluster, this_machine
 

@@ -49,8 +49,8 @@ def ways_and_samples(question: Question, options: PlanOptions) -> tuple[Question
     samples, steps = options.samples, options.target_steps
     if options.rank_by != "time-to-target":
         if options.noise_scale is not None:
-            raise ConfigError(
-                "--noise-scale", options.noise_scale, "it has no effect here", "add --rank time-to-target"
+            raise ConfigError.problem(
+                "--noise-scale", "has no effect without --rank time-to-target", "add it, or omit --noise-scale"
             )
         return question, Asked(steps * question.global_batch if samples is None and steps is not None else samples)
     target = target_of(
@@ -80,7 +80,7 @@ def target_of(
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(name, value, "it must be positive")
     if samples is not None and steps is not None:
-        raise ConfigError("--target-steps", steps, "it cannot be given with --target-samples", "omit one of them")
+        raise ConfigError.problem("--target-steps", "cannot be combined with --target-samples", "omit one of them")
     learned = read_learned(from_run) if from_run is not None else Learned()
     if noise_scale is not None:
         learned = Learned(learned.samples, [Noise(batch_size, Estimate(noise_scale, noise_scale, noise_scale))])

@@ -36,8 +36,10 @@ def this_machine(catalogue: Catalogue, *, has_gpus: bool = True) -> Cluster:
         return _processors(catalogue, "the driver has no GPU")
     names = [nvml.name_of(driver, handle) for handle in handles]
     if len(set(names)) > 1:
-        raise ClusterError(
-            "GPUs here", ", ".join(sorted(set(names))), "they must be of one type", "plan each type with --cluster"
+        raise ClusterError.problem(
+            "The GPUs",
+            f"here must be of one type, not {', '.join(sorted(set(names)))}",
+            "plan each type with --cluster",
         )
     gpu = catalogue.find_gpu(names[0])
     joined = nvml.num_nvlinks(driver, handles[0])
@@ -85,15 +87,16 @@ def cluster_of_nodes(
         return _processors_of(nodes, catalogue, network)
     if len(kinds) > 1:
         named = [f"{name}:{count}x{number}" for (name, count), number in kinds.items()]
-        raise ClusterError(
-            "the nodes' GPUs", ", ".join(named), "they must be of one type and number", "plan each type with --cluster"
+        raise ClusterError.problem(
+            "The nodes' GPUs",
+            f"must be of one type and number, not {', '.join(named)}",
+            "plan each type with --cluster",
         )
     (name, per_node), num_nodes = next(iter(kinds.items()))
     if not name:
-        raise ClusterError(
-            "the nodes' GPUs",
-            f"{per_node} on each of {num_nodes} nodes",
-            "Ray does not report their type",
+        raise ClusterError.problem(
+            "The type",
+            f"of the {per_node} GPUs on each of {num_nodes} nodes is not reported by Ray",
             "specify them with --cluster",
         )
     gpu = catalogue.find_gpu(name)
@@ -133,10 +136,10 @@ def _processors_of(nodes: Sequence[Node], catalogue: Catalogue, network: str | N
     counts = Counter(int(node.resources.get("CPU", 0)) for node in nodes)
     counts.pop(0, None)
     if len(counts) != 1:
-        raise ClusterError(
-            "the nodes' processors",
-            ", ".join(f"{count} on {number} nodes" for count, number in counts.items()) or "none",
-            "there are no GPUs, and the nodes must be equal",
+        raise ClusterError.problem(
+            "The nodes",
+            "have no GPUs and must have equally many processors, not "
+            + (", ".join(f"{count} on {number} nodes" for count, number in counts.items()) or "none"),
             "plan each type with --cluster",
         )
     (cores, num_nodes), known = next(iter(counts.items())), catalogue.find_gpu("cpu")

@@ -82,7 +82,7 @@ def usl(r: float, sigma: float, kappa: float) -> float:
 
 
 def laws_for(num_points: int, given: Sequence[GivenLaw] = (), *, base_workers: int = 1) -> list[Law]:
-    """The laws that can be fitted to so many points, simplest first."""
+    """The laws that can be fitted to this number of points, simplest first."""
     last = _USL if num_points >= LEAST_POINTS_FOR_KAPPA else _USL_WITHOUT_KAPPA
     every = [*(_as_law(law, base_workers) for law in given), _AMDAHL, _GUSTAFSON, last]
     return [law for law in every if num_points >= law.least_points]
