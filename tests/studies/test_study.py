@@ -154,7 +154,7 @@ def test_a_study_ends_in_a_record_with_its_curves_verdict_and_place_in_mlflow(st
 def test_a_study_says_how_many_turns_it_has_taken_and_how_long_the_others_will(study, monkeypatch, is_terminal):
     class Seen(Workers):
         def turn(self, study_size):
-            seen.report_if_quiet()
+            seen.look()
             return super().turn(study_size)
 
     with shown(monkeypatch, is_terminal=is_terminal) as seen:

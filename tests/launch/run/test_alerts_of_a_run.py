@@ -111,7 +111,7 @@ HANGS_ON = {"alerts.timeout_s": 600}
     ("answer", "settings", "problem"),
     [
         pytest.param(500, {}, "HTTP status 500 (attempt 2 of 2)", id="answers 500"),
-        pytest.param(None, {"alerts.timeout_s": 0.1}, "no answer within 0.1 s, 2 of 2 attempts", id="never answers"),
+        pytest.param(None, {"alerts.timeout_s": 0.1}, "no answer within 0.1 s (attempt 2 of 2)", id="never answers"),
         pytest.param(None, HANGS_ON, "", id="never answers, and is waited for at the end"),
     ],
 )
