@@ -14,7 +14,7 @@ from scaleray.config.strategy import SharesSettings
 from scaleray.config.strategy_traits import traits_of
 from scaleray.data import TRAIN, Split
 from scaleray.data.source_interface import Source
-from scaleray.errors import ConfigError, DataError
+from scaleray.errors import ConfigError, DataError, first_line
 from scaleray.records.start import steady_time
 from scaleray.records.study_record import Mode
 from scaleray.studies.hardware import OVERSUBSCRIBED, RELAUNCHED
@@ -47,7 +47,7 @@ def make_study_sizes(
                 raise DataError(
                     "--world-sizes",
                     workers,
-                    f"with --mode weak, {exc.what} is {exc.found} there: {exc.allowed}",
+                    f"with --mode weak, {first_line(exc).rstrip('.')}",
                     "omit the size, or begin with a smaller batch.global_size",
                 ) from exc
             job = TrainJob(spread, recipe, workload, splits, steady_time())

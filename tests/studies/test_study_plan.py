@@ -85,7 +85,11 @@ def test_strategies_that_meet_now_and_then_are_measured_in_whole_periods():
         ({"repeats": 0}, {}, "1 to 1000"),
         ({"world_sizes": [1, 3]}, {}, "nearest: 6 or 9"),
         ({"world_sizes": [3, 4], "mode": ["weak"]}, {}, "multiple of 3"),
-        ({"world_sizes": [1, 64], "mode": ["weak"]}, {}, r"--world-sizes is 64: .* 400 samples there: .* needs 512"),
+        (
+            {"world_sizes": [1, 64], "mode": ["weak"]},
+            {},
+            r"--world-sizes is 64: with --mode weak, the training data has 400 samples: .* needs 512",
+        ),
         ({"to_target": True}, {}, "--to-target needs a target"),
         ({}, {"shares.by": "speed"}, "before shares settle"),
         ({"world_sizes": [1, 2, 3]}, {"shares.by": "given", "shares.speeds": [2, 1]}, "measure 1 and 2 workers"),

@@ -61,7 +61,7 @@ def test_what_cannot_run_is_kept_with_its_reason():
     plan, candidates = plan_of(batch_sizes="8..256", rules="none,adam", optimizers="adamw", search="grid")
     reasons = {(s[BATCH_SIZE], s[RULE]): reason for s, reason in candidates.refused}
     assert set(reasons) == {(128, "none"), (256, "none"), (128, "adam"), (256, "adam")}
-    assert "the training data is 64 samples" in reasons[128, "none"]
+    assert "the training data has 64 samples" in reasons[128, "none"]
     assert len(plan.candidates) == candidates.num_possible == 8
 
 
@@ -87,7 +87,7 @@ class TrainOnly(Line):
         ({"evaluation.test": "at_end"}, {"metric": "test/loss min"}, "no evaluation measures it"),
         ({}, {"batch_sizes": "16,24,33", "workers_per_trial": 2}, "2 workers per trial need a multiple of 2"),
         ({}, {"batch_sizes": "16..64", "workers_per_trial": 3}, "3 workers per trial need a multiple of 3"),
-        ({}, {"batch_sizes": "128..512"}, "none of which can run: the training data is 64 samples"),
+        ({}, {"batch_sizes": "128..512"}, "none of which can run: the training data has 64 samples"),
         ({"evaluation.every": None}, {"scheduler": "asha"}, "which requires evaluation.every"),
         ({}, {"scheduler": "pbt", "batch_sizes": "8,16", "learning_rates": "0.1,0.2"}, "may differ only in learning rate"),
         ({}, {"scheduler": "pbt"}, "pbt needs at least two trials"),
