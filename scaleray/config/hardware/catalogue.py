@@ -242,7 +242,7 @@ GPUS = (
         memory_gb_per_s=2900, link="neuronlink3", gpus_per_node=16, network="16x200G",
         source="MLE for the peaks; rest AWS's page, from memory"),
     Gpu(name="cpu", aliases=("CPU core",), peak_tflops={"fp32": 0.05, "bf16": 0.05}, matmul_share=0.6, num_cores=1,
-        memory_gib=4.0, memory_gb_per_s=10, link="shared-memory", gpus_per_node=2, network="10G",
+        memory_gib=4.0, memory_gb_per_s=10, link="shared-memory", gpus_per_node=2,
         source="one AVX2 core at 3 GHz: 16 multiply-adds a cycle; order of magnitude, give your own"),
 )  # fmt: skip
 

@@ -20,6 +20,8 @@ from scaleray.records.text.units import GIB
 if TYPE_CHECKING:
     from scaleray.launch.cluster.connection import Node
 
+USUAL_NETWORK = "10G"  # of machines without GPUs, and slow rather than fast
+
 
 def this_machine(catalogue: Catalogue, *, has_gpus: bool = True) -> Cluster:
     """Return the GPUs, of one type, with their link, as reported by the driver, or else the processors. has_gpus: False
@@ -148,13 +150,13 @@ def _processors_of(nodes: Sequence[Node], catalogue: Catalogue, network: str | N
     notes = (
         f"no node has a GPU: {cores} processor cores each, whose speed is known only to an order of magnitude;  "
         "measure with --step-time",
-        *([f"network {known.network}, since Ray does not report it"] if network is None and num_nodes > 1 else []),
+        *([f"network {USUAL_NETWORK}, since Ray does not report it"] if network is None and num_nodes > 1 else []),
     )
     return Cluster(
         gpu=core,
         gpus_per_node=cores,
         num_nodes=num_nodes,
         link=catalogue.find_link(core.link),
-        network=_network(network, known.network, num_nodes, catalogue),
+        network=_network(network, USUAL_NETWORK, num_nodes, catalogue),
         notes=notes,
     )
