@@ -138,7 +138,7 @@ def test_a_module_with_a_collation_of_its_own_trains_what_lightning_trains():
 
 def test_ragged_rows_without_a_collation_are_refused():
     items = Items(*((torch.ones(2 + i % 2, 6), 0) for i in range(8)))
-    with pytest.raises(DataError, match="ragged"):
+    with pytest.raises(DataError, match="has rows of unequal length"):
         given(as_workload(Plain, lambda: {"train": items})())
 
 

@@ -154,7 +154,7 @@ def test_a_run_resumes_on_another_number_of_workers(gloo, tmp_path, before, afte
     assert largest_difference(resumed.weights, whole.weights) < 1e-12
 
 
-REFUSAL = r"not those that follow in their lanes.*\n.*data\.shuffle false"
+REFUSAL = r"not the next rows of their lanes.*\n.*data\.shuffle false"
 
 
 @pytest.mark.parametrize("flags", [{"data.shuffle": True}, {"batch.global_size": 16}])
