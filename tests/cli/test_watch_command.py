@@ -103,14 +103,14 @@ def test_two_runs_of_one_name_are_two_lines_until_one_goes_on(capsys, monkeypatc
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nowhere"], "is neither a folder of this name"),
+        (["nowhere"], "was not found: no folder of this name"),
         (["."], "is not the folder of a run"),
         (["./"], "is not the folder of a run"),
         ([], "Give a RUN, or --all."),
         (["mine", "--all"], "RUN cannot be combined with --all"),
         (["mine", "--interval", "0"], "it must be at least 0.2 seconds"),
         (["mine", "--interval", "nan"], "it must be at least 0.2 seconds"),
-        (["no'name"], "is neither a folder of this name"),
+        (["no'name"], "was not found: no folder of this name"),
     ],
 )
 def test_what_cannot_be_watched_is_one_clear_message(storage, capsys, monkeypatch, words, said):

@@ -239,13 +239,12 @@ def _in_mlflow(run: str, uri: str) -> Watched:
 
 
 def _unknown(run: str, exc: TrackingError) -> TrackingError:
-    places = [f"a folder of this name here or in {default_storage_path()}"]
+    places = [f"no folder of this name here or in {default_storage_path()}"]
     if os.environ.get("RAY_ADDRESS", "local") != "local":
-        places.append(f"a live run of the cluster at {os.environ['RAY_ADDRESS']}")
+        places.append(f"no live run of the cluster at {os.environ['RAY_ADDRESS']}")
     reason = exc.allowed.partition(" and no run ")[2] or "of this id or name in MLflow"
-    return TrackingError(
+    return TrackingError.problem(
         "RUN",
-        run,
-        f"it is neither {' nor '.join(places)} nor a run {reason}",
+        f"{run} was not found: {', '.join(places)}, and no run {reason}",
         "scaleray watch --all shows all active runs",
     )

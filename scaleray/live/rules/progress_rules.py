@@ -130,7 +130,7 @@ RULES = (
     Rule(
         "run_finished",
         "info",
-        "the run has ended without an error",
+        "the run has ended, or its user has stopped it",
         "count",
         "Nothing.",
         "Read its record: scaleray report RUN.",
