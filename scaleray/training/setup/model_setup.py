@@ -61,8 +61,8 @@ def build_mesh(degrees: Degrees, strategy: str, device_type: str) -> DeviceMesh:
     # left its group and joined another, as between two sizes of `verify`, they would name groups that are gone
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
-    both = degrees.shard > 1 or strategy in ("fsdp", "tensor")
     shard = degrees.shard * degrees.context
+    both = shard > 1 if strategy == "fsdp" else degrees.shard > 1 or strategy == "tensor"
     data = {"replicate": degrees.replicate, "shard": shard} if degrees.replicate > 1 and both else {}
     is_apart = traits_of(strategy).trains_apart and degrees.whole > 1
     if is_apart:

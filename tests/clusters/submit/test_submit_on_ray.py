@@ -52,7 +52,7 @@ def test_a_training_is_submitted_followed_and_recorded_and_a_wrong_token_is_refu
     names = [one.name for one in Jobs(ray_head.dashboard).list()]
     assert job["name"] in names and not any(name.startswith("scaleray-probe") for name in names)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a-wrong-one")
-    with pytest.raises(ClusterError, match="requires another one") as raised:
+    with pytest.raises(ClusterError, match="rejected the token") as raised:
         Jobs(ray_head.dashboard)
     assert "a-wrong-one" not in str(raised.value)
 
