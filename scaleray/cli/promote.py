@@ -40,7 +40,8 @@ def promote(
     runs
         The training of the model; further runs are repeats of it with other seeds.
     alias
-        Alias to assign to the version, such as champion. Without it, a version is created whatever the gates result in.
+        Alias to assign to the version, such as champion. Without it, a version is created
+        regardless of the gates' results.
     model
         Name in the registry; by default that of the run's experiment.
     against

@@ -372,7 +372,7 @@ def promise(plan_shuffles: bool, window_rows: int, *, dealt_by: str = "") -> str
 
 
 def _shuffled(rows: Iterator[Columns], draw: np.random.Generator, size: int) -> Iterator[Columns]:
-    """The rows, each drawn at random from a buffer of so many."""
+    """Yield the rows in random order, drawn from a buffer of `size` rows."""
     buffer = list(itertools.islice(rows, size))
     for row in rows:
         place = int(draw.integers(len(buffer)))

@@ -89,7 +89,8 @@ class LengthPlan(StepPlan):
         return epoch, int(_bounds(self, epoch)[in_epoch])
 
     def token_cuts(self, step: int, rank: int, world_size: int) -> TokenCuts | None:
-        """A rank's micro-batches of a step: its rows in order, each with at most `tokens_per_micro_batch` tokens."""
+        """Bounds of a rank's micro-batches in a step: rows stay in order, and each micro-batch has at most
+        `tokens_per_micro_batch` tokens."""
         most = self.tokens_per_micro_batch
         if most is None:
             return None

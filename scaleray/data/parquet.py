@@ -102,14 +102,14 @@ class ParquetSource:
         import pyarrow.compute as pc
 
         if name not in self._names:
-            raise DataError(
-                "the argument lengths of ParquetSource", name, f"{self.uri} has the columns {', '.join(self._names)}"
+            raise DataError.problem(
+                f"ParquetSource(lengths={name!r})", f": {self.uri} has no such column; it has {', '.join(self._names)}"
             )
         tables = (self._read_group(filesystem, number, [name]) for number in range(len(self.groups)))
         try:
             return np.concatenate([pc.list_value_length(table.column(name)).to_numpy() for table in tables])
         except NotImplementedError as exc:
-            raise DataError("the argument lengths of ParquetSource", name, "it must be a column of lists") from exc
+            raise DataError.problem(f"ParquetSource(lengths={name!r})", ": it must be a column of lists") from exc
 
     def _check_columns(self, schemas: list[Any]) -> list[str]:
         """The columns to read, which every file must have with one type."""

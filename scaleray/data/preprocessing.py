@@ -225,7 +225,7 @@ def load(folder: str, module_name: Callable[[str], str] = str) -> Any:
     try:
         document = json.loads(text, object_hook=lambda entry: _of_module(entry, module_name))
         if document["format"] != FORMAT:
-            text = f"has format {document['format']}, and this scaleray reads format {FORMAT}"
+            text = f"has format {document['format']}, and this version of scaleray reads format {FORMAT}"
             raise CheckpointError.problem(f"{folder}/{FILE}", text, "use a newer scaleray")
         return decoded(document["preprocessor"])
     except (ValueError, KeyError, TypeError) as exc:

@@ -31,7 +31,7 @@ DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
 def transformers_plan(model: Any, *, size: int, sequence_parallel: bool) -> Mapping[str, ParallelStyle] | None:
-    """The plan of a model, such as Llama and Qwen; None for a model without one. Raises ConfigError for a number of
+    """The plan of a model, such as Llama or Qwen; None for a model without one. Raises ConfigError for a number of
     workers that does not divide its heads, and WorkloadError for layers that only inference can split."""
     config, prefix = getattr(model, "config", None), getattr(model, "base_model_prefix", "")
     of_base = getattr(config, "base_model_tp_plan", None)

@@ -41,7 +41,8 @@ def read_splits(data: Any, *, validation_share: float) -> dict[str, list[Record]
         splits[TRAIN] = [r for r, is_out in zip(splits[TRAIN], held_out, strict=True) if not is_out]
     for name, records in splits.items():
         if not records:
-            raise DataError.problem(f"workload.args.data.{name}", f"{data.get(name)} has no records")
+            where = f": {data[name]} has no records" if name in data else ": validation_share holds out no record"
+            raise DataError.problem(f"workload.args.data.{name}", where)
     return splits
 
 

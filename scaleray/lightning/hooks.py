@@ -101,7 +101,7 @@ class LightningHooks(Callback):
             run.warn(f"{', '.join(anew)}: the workers' states cannot be added; covers only the rest of the epoch")
         self._set_up_callbacks()
         if self._had_others:
-            run.warn(f"{', '.join(self._had_others)}: the workers had different states; all use rank 0's now")
+            run.warn(f"{', '.join(self._had_others)}: the workers had different states; all now use that of rank 0")
         self.call("on_fit_start")
         self._call_logging("on_train_start")
         if self.trainer.batch_idx == 0:

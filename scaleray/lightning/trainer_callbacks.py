@@ -176,7 +176,9 @@ def _check(callback: Any) -> None:
     if known is not None:
         if cls.__module__.partition(".")[0] not in PACKAGES:
             hint = f"use {known} itself, or derive from Callback"
-            raise WorkloadError.problem(place_of(cls), f"derives from {known}, which becomes settings", hint)
+            raise WorkloadError.problem(
+                place_of(cls), f"derives from {known}, whose place settings take; its own code would not run", hint
+            )
         for option, (allowed_value, why, hint) in TRANSLATED[known].refused.items():
             if (value := getattr(callback, option)) != allowed_value:
                 raise _refused_option(callback, option, value, why, hint)

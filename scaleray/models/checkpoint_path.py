@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def opened(path: str, copy_path: str | None) -> Iterator[tuple[Catalog, int | None]]:
-    """The catalog of a path, and the step if the path names one. Unreachable storage becomes one message."""
+    """The catalog of a path, and the step if the path names one. Unreachable storage is reported as one
+    error."""
     from pyarrow import ArrowInvalid
 
     from scaleray.checkpoints.catalog import FOLDER, Catalog
@@ -62,7 +63,8 @@ def chosen(path: str, step: int | None, copy_path: str | None) -> Iterator[tuple
 
 @contextlib.contextmanager
 def written(path: str) -> Iterator[None]:
-    """Context for writing to a path. Unreachable storage becomes one message."""
+    """Context for writing to a path. Unreachable storage is reported as one
+    error."""
     from pyarrow import ArrowInvalid
 
     try:

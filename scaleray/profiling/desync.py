@@ -114,7 +114,7 @@ def _pending(dump: RankDump, own: Sequence[Call]) -> frozenset[int]:
 
 
 def _difference(table: _Calls) -> Desync | None:
-    """First number under which ranks made different calls."""
+    """First call number at which ranks differ."""
     known = {rank: calls for rank, calls in table.of.items() if calls}
     if len(known) < 2:
         return None

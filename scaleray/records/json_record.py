@@ -64,7 +64,7 @@ def of_known_version(text: str | bytes) -> str | bytes:
         return text
     version = values.get("schema_version") if isinstance(values, dict) else None
     if isinstance(version, int) and version > SCHEMA_VERSION:
-        allowed = f"this scaleray reads up to {SCHEMA_VERSION}: use a newer one"
+        allowed = f"this version of scaleray reads up to {SCHEMA_VERSION}: use a newer one"
         raise NewerRecord(f"schema_version is {version}, and {allowed}")
     return text
 

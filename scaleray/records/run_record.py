@@ -29,7 +29,8 @@ EMULATED = "emulated"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step on its rank; rank 0 sends its own. Loss is the global mean; times are seconds on the rank.
+    """One optimizer step, as recorded by one rank; rank 0 sends its own. Loss is the global mean; times are seconds on
+    the rank.
 
     Under strategies whose replicas train separately, loss and count are those of the rank's own samples between two
     synchronisations, and the gradient's norm is always its own."""

@@ -94,7 +94,7 @@ class GuidedTrials:
             run_numbers(numbers)
 
     def conclude(self, record: SweepRecord) -> SweepRecord:
-        """Return the record with the goodput of each batch size and trial, and the choice in sentences."""
+        """Return the record with the goodput of each batch size and trial, and a description of the choice."""
         outlook = self.guide.outlook(record.trials)
         if outlook is None:
             spent = self.guide.spent(record.trials)

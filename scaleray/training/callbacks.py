@@ -214,8 +214,9 @@ class Callbacks:
                 self._user_code(each, "load_state_dict", partial(load, before[0]))
                 if not all(equal_states(before[0], other) for other in before[1:]):
                     self.context.warn(
-                        f"callback {type(each).__name__} had different states on {len(states)} workers; on "
-                        f"{self.place.world_size} all use rank 0's (define load_states(states) to convert them)"
+                        f"callback {type(each).__name__} had different states on {len(states)} workers; all "
+                        f"{self.place.world_size} workers now use that of rank 0 (define load_states(states) to "
+                        "convert them)"
                     )
 
     def _call(self, hook: str, **known: Any) -> None:

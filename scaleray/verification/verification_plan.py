@@ -92,10 +92,9 @@ def _check_comparable(train: Split) -> None:
             "verify with rows that can be read by index: arrays, ParquetSource, TokenSource or a torch Dataset",
         )
     if not train.row_values.are_repeatable:
-        raise DataError(
+        raise DataError.problem(
             "the train data",
-            "not repeatable",
-            f"runs are compared on the same values: {train.row_values.difference}",
+            f"is not repeatable: {train.row_values.difference}. Runs can be compared only on the same values",
             train.row_values.advice,
         )
 

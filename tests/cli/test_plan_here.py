@@ -61,7 +61,7 @@ def test_nodes_without_gpus_are_their_processors():
         ([gpu_node(0, "H9000")], "nearest|known"),
         ([Node("a", {"GPU": 4.0, "CPU": 8.0}, {})], "specify them with --cluster"),
         ([gpu_node(0, "A10"), gpu_node(1, "A10")], "--network"),
-        ([HEAD, Node("b", {"CPU": 4.0}, {})], "8 on 1 nodes, 4 on 1 nodes"),
+        ([HEAD, Node("b", {"CPU": 4.0}, {})], "8 on 1 of them, 4 on 1 of them"),
         ([], "none"),
     ],
 )

@@ -143,7 +143,7 @@ def test_rows_that_differ_when_they_are_iterated_again_are_named_and_not_verifie
     assert "row 0 differs in column x when it is iterated again" in job.sample_order
     with pytest.raises(DataError, match="the train data is not repeatable"):
         make_job(Streamed(Unrepeatable()), {"deterministic": True})
-    with pytest.raises(DataError, match="runs are compared on the same values"):
+    with pytest.raises(DataError, match="Runs can be compared only on the same values"):
         make_plan(job.config, VerifyOptions(strategies=("ddp",)), job.workload, sources)
 
 

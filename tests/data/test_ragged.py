@@ -146,6 +146,6 @@ def test_a_column_of_parquet_and_an_attribute_of_a_dataset_give_lengths(tmp_path
     items.lengths = [1, 2]
     with pytest.raises(DataError, match="must be 8 numbers from 0, one per row"):
         lengths_of(DatasetSource(items))
-    for column, words in (("y", "a column of lists"), ("z", "has the columns x, y")):
+    for column, words in (("y", "a column of lists"), ("z", "has no such column; it has x, y")):
         with pytest.raises(DataError, match=words):
             ParquetSource(tmp_path / "rows.parquet", lengths=column)

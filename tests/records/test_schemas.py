@@ -96,7 +96,9 @@ def test_a_record_of_a_newer_version_is_refused_by_it(kind):
     """Its keys may mean something else: it was read, and unknown keys were dropped in silence."""
     record = RECORDS[kind]()
     text = json.dumps(json.loads(record.to_json()) | {"schema_version": 7})
-    with pytest.raises(NewerRecord, match="schema_version is 7, and this scaleray reads up to 1: use a newer one"):
+    with pytest.raises(
+        NewerRecord, match="schema_version is 7, and this version of scaleray reads up to 1: use a newer one"
+    ):
         type(record).from_json(text)
 
 

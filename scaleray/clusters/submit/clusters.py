@@ -15,7 +15,7 @@ from scaleray.common.parsing import load_yaml_with_lines
 from scaleray.errors import ConfigError
 
 DASHBOARD_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-FORMS = "a line must be NAME: URL, or NAME: with kind: ray, kubernetes or slurm and its keys (docs/cluster.md)"
+FORMS = "write NAME: URL, or under NAME set kind (ray, kubernetes or slurm) and its keys (docs/cluster.md)"
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -124,7 +124,7 @@ def _named() -> dict[str, tuple[Any, int]]:
     except (OSError, ValueError) as exc:
         raise ConfigError.problem(str(path), f"cannot be read: {exc}") from exc
     if not isinstance(values, Mapping):
-        raise ConfigError(str(path), values, f"it must contain clusters by name: {FORMS}", "mine: http://10.0.0.1:8265")
+        raise ConfigError(str(path), values, "it must map names to clusters", FORMS)
     return {str(name): (value, lines.get(str(name), 1)) for name, value in values.items()}
 
 
@@ -144,7 +144,9 @@ def _read(name: str, given: Any, line: int) -> Cluster:
     if isinstance(given, str) and _is_url(given):
         return RayCluster(name=name, url=given.rstrip("/"))
     if not isinstance(given, Mapping):
-        raise ConfigError(where, given, FORMS, f"for example  {name}: http://10.0.0.1:8265")
+        raise ConfigError(
+            where, given, "it must be a URL or a mapping", f"{FORMS}; for example  {name}: http://10.0.0.1:8265"
+        )
     kind = given.get("kind", "ray")
     if kind not in KINDS:
         raise ConfigError(f"{where}.kind", kind, f"it must be one of {', '.join(KINDS)}")

@@ -193,9 +193,10 @@ def _workload_file(contents: Contents, name: str, config: Path) -> Path | None:
 
 def _secrets(names: Sequence[str], *, are_here: bool) -> dict[str, str]:
     """Values of these variables, never printed. are_here: whether to take them from this environment."""
-    with_values = [name.partition("=")[0] for name in names if "=" in name]
-    missing = with_values or [name for name in names if are_here and not os.environ.get(name)]
-    if missing:
-        hint = "give only names: values belong in the environment" if with_values else ""
-        raise ConfigError.problem("--secret-env", f"{', '.join(missing)} is not set here", hint)
+    if with_values := [name.partition("=")[0] for name in names if "=" in name]:
+        raise ConfigError.problem(
+            "--secret-env", f"takes only names, and {', '.join(with_values)} has a value", "set it in the environment"
+        )
+    if missing := [name for name in names if are_here and not os.environ.get(name)]:
+        raise ConfigError.problem("--secret-env", f"names variables that are not set here: {', '.join(missing)}")
     return {name: os.environ[name] if are_here else "" for name in names}

@@ -361,7 +361,7 @@ def own_placement_groups() -> set[str]:
 
 
 def remove_placement_groups(numbers: Iterable[str]) -> None:
-    """Release the resources of these groups for actors that died: Ray itself waits for the end of the driver.
+    """Remove the placement groups of actors that died; Ray itself would keep them until the driver exits.
 
     Ray Train's own cleaner only handles a group whose workers have started. A controller that dies earlier would leave
     a group behind, for which the next one would wait for ever."""

@@ -71,7 +71,7 @@ class Interrupted:
             return None
         except NewerRecord as exc:
             raise CheckpointError.problem(
-                f"the run {self.path}", f"cannot be read: {exc}", "resume it with the scaleray that wrote it"
+                f"the run {self.path}", f"cannot be read: {exc}", "resume it with the version of scaleray that wrote it"
             ) from exc
         except (ValueError, TypeError) as exc:
             say(

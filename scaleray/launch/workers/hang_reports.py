@@ -49,8 +49,8 @@ class HangReport:
         return "\n  ".join([*lines, f"what each rank was doing: {self.store.path('')}".rstrip("/")])
 
     def is_still_written(self, num_ranks: int) -> bool:
-        """Whether more dumps are to come: the lines of a rank that has written the rest, or all of a rank if another
-        process was ended by a signal."""
+        """Whether dumps are still being written: one is incomplete, or a signal ended a process and some ranks have not
+        written theirs yet."""
         if not all(dump.is_complete for dump in self.dumps.values()):
             return True
         is_ended = any(dump.calls is None and dump.why != LOCKED for dump in self.dumps.values())

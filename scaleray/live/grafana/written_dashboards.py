@@ -43,7 +43,7 @@ def write_dashboards(
 
 
 def _check(grafana: str, alerts: str | Path | None) -> None:
-    """Raise UsageError for an address that cannot begin a link, or if the rules already have one."""
+    """Raise UsageError if the address is not valid, or if --alerts names a file, whose links are fixed."""
     if alerts is not None:
         raise UsageError.problem(
             "--grafana", "cannot be combined with --alerts, whose file has fixed links", "omit one of them"

@@ -140,8 +140,8 @@ def _processors_of(nodes: Sequence[Node], catalogue: Catalogue, network: str | N
     if len(counts) != 1:
         raise ClusterError.problem(
             "The nodes",
-            "have no GPUs and must have equally many processors, not "
-            + (", ".join(f"{count} on {number} nodes" for count, number in counts.items()) or "none"),
+            "have no GPUs and differ in processor cores: "
+            + (", ".join(f"{count} on {number} of them" for count, number in counts.items()) or "Ray reports none"),
             "plan each type with --cluster",
         )
     (cores, num_nodes), known = next(iter(counts.items())), catalogue.find_gpu("cpu")

@@ -1,4 +1,4 @@
-"""Figures of a plan: throughput over memory, the predicted curve, and the parts of memory and of a step."""
+"""Figures of a plan: throughput against memory, the predicted curve, and the parts of memory and of the step time."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def frontier(advice: Advice) -> Drawing:
         f"One dot for each of {len(points)} layouts that fit; the line joins those that none beats in both.  "
         "Star: the recommended one."
     )
-    return draw("frontier", "Throughput over memory", caption, paint)
+    return draw("frontier", "Throughput against memory", caption, paint)
 
 
 def curve(seen: Outlook) -> Drawing:
-    """Predicted throughput over the number of GPUs with its band, on two logarithmic axes."""
+    """Predicted throughput by number of GPUs with its interval, on two logarithmic axes."""
     gpus = [point.num_gpus for point in seen.points]
     rates = [point.samples_per_s for point in seen.points]
     ideal = [seen.alone.samples_per_s * n for n in gpus]

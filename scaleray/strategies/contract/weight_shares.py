@@ -57,9 +57,9 @@ def _is_dense(value: Any) -> bool:
 
 
 def shared_out(sizes: Mapping[str, int], num: int) -> dict[str, int]:
-    """Part number, below `num`, of each name: runs of neighbours of about equal bytes.
+    """Assign each name to one of `num` parts, which are consecutive names of about equal bytes.
 
-    Tensors of one layer stay together. No run has more than its part of all bytes plus one layer."""
+    Tensors of one layer stay together. No part has more than its share of all bytes plus one layer."""
     layers: dict[str, list[str]] = {}
     for name in sizes:
         layers.setdefault(name.rpartition(".")[0], []).append(name)

@@ -37,7 +37,8 @@ def broadcast(
 
 
 def _buckets(tensors: Iterable[torch.Tensor], bucket_bytes: float) -> Iterator[list[torch.Tensor]]:
-    """Tensors of one dtype and device together, in order, up to `bucket_bytes`; a larger one is alone."""
+    """Group tensors of one dtype and device, in order, into buckets of at most `bucket_bytes`; a larger tensor gets its
+    own bucket."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)

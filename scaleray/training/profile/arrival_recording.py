@@ -201,11 +201,11 @@ class StepMoments(NamedTuple):
     earlier: list[Pass]
 
     def row(self, seconds: Callable[[Any, Any], float], met_at: float) -> list[float]:
-        """Number of collectives, and times of the beginning, the end and each place. seconds: between two timestamps;
-        met_at: time of the end.
+        """Number of the collective, its start and end time, and the arrival time at each point. seconds: returns the
+        time between two timestamps; met_at: time of the end.
 
-        Passes of micro-batches before the last one, in which no rank waits, are added to it part by part, so that a
-        delay in some layers shows as lateness at these layers."""
+        Earlier micro-batches, in which no rank waits, are added to the last one part by part, so that a delay in some
+        layers shows there."""
         earlier_s, before = 0.0, [0.0] * len(self.came)
         for begun, end, came in self.earlier:
             earlier_s += seconds(begun, end)

@@ -202,7 +202,7 @@ class Evaluations:
         ]
 
     def run(self, step: int, evaluators: Sequence[Evaluator]) -> EvaluationRecord:
-        """Evaluate these splits, with the mean of replicas that differ. Collective."""
+        """Run these evaluators, with the parameters averaged over replicas if they differ. Collective."""
         assert self._own is not None
         started = time.perf_counter()
         parallel = self.setup.parallel

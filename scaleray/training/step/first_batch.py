@@ -58,8 +58,8 @@ def check_first_batch(
 ) -> Any:
     """Run a few rows of the first batch as in training, to find faults of the data or the loss.
 
-    Returns the count of a row, over the rows of all ranks; None if none of them counts. Of several losses it returns
-    counts by name, without those that are 0. evaluated: names of the splits whose loss will be needed, in evaluation
+    Returns the mean count per row over all ranks; None if no row counts. With several losses: counts by name, without
+    zeros. evaluated: names of the splits whose loss will be needed, in evaluation
     mode. Changes neither parameters nor buffers nor random numbers nor gradients. Collective. Raises DataError or
     WorkloadError."""
     raise_on_all_ranks(place, lambda: _check_finite(batch))

@@ -252,10 +252,10 @@ class ModelCheck:
                 except Exception as exc:
                     values = [np.asarray(source.read(np.array([row]))[column]).ravel() for row in rows]
                     shown = " and ".join(f"{v.min():g} (row {row})" for v, row in zip(values, rows, strict=True))
-                    raise DataError(
-                        f"column {column} of {split.name}",
-                        shown,
-                        f"the loss fails there: {_reason(exc)}",
+                    raise DataError.problem(
+                        "the loss",
+                        f"fails on the rows with the smallest and largest values of column {column} of {split.name}, "
+                        f"{shown}: {_reason(exc)}",
                         "labels and tokens must be below the model's number of classes or tokens: check the data, "
                         "and the size of the last layer or embedding",
                     ) from exc

@@ -226,8 +226,8 @@ def test_a_cluster_whose_python_tells_nothing_is_one_error(cluster, monkeypatch)
         (["-c", "jobs/none.yaml"], "jobs/none.yaml does not exist"),
         (["-c", "jobs/work.yaml", "--max-mib", "0"], "it must be more than 0 MiB"),
         (["-c", "jobs/work.yaml", "--max-mib", "0.0001"], "to upload, more than --max-mib 0.0001"),
-        (["-c", "jobs/work.yaml", "--secret-env", "NOT_SET"], "NOT_SET is not set here"),
-        (["-c", "jobs/work.yaml", "--secret-env", "NAME=hunter2"], "give only names"),
+        (["-c", "jobs/work.yaml", "--secret-env", "NOT_SET"], "names variables that are not set here: NOT_SET"),
+        (["-c", "jobs/work.yaml", "--secret-env", "NAME=hunter2"], "takes only names, and NAME has a value"),
         (["-c", "jobs/work.yaml", "--batch.global-sise", "4"], "batch.global_size"),
         (["-c", "jobs/work.yaml", "--workload.name", "/abs/work.py:Mine"], "does not exist on the cluster"),
         (["-c", "jobs/work.yaml", "--workload.name", "gone.py:Mine"], "gone.py does not exist"),
@@ -262,7 +262,7 @@ def test_clusters_have_names_in_a_file_of_the_users_own(project, monkeypatch):
     with pytest.raises(ConfigError, match=r"clusters.yaml:2 other\.kind"):
         cluster_of("other")
     (settings / "clusters.yaml").write_text("- mine\n")
-    with pytest.raises(ConfigError, match="a line must be NAME: URL"):
+    with pytest.raises(ConfigError, match="write NAME: URL"):
         cluster_of("mine")
 
 

@@ -392,7 +392,7 @@ def test_the_real_kubectl_takes_every_command_and_says_that_nothing_answers(proj
         ({"kind": "openshift"}, "it must be one of ray, kubernetes, slurm"),
         ({"kind": "slurm"}, "lab.folder"),
         ({"kind": "ray", "url": "10.0.0.1:8265"}, "lab.url"),
-        (["a"], "a line must be NAME: URL"),
+        (["a"], "write NAME: URL"),
     ],
 )
 def test_a_section_that_is_wrong_is_named_with_its_key(clusters, section, said):
