@@ -40,7 +40,7 @@ TRIPLES = (
     "pipeline 2 x shard 2 x tensor 2", "pipeline 2 x replicate 2 x context 2", "replicate 2 x shard 2 x tensor 2",
     "replicate 2 x shard 2 x context 2", "shard 2 x context 2 x tensor 2", "pipeline 2 x context 2 x tensor 2",
 )  # fmt: skip
-WITH_EXPERTS = ("replicate 2 x expert 2", "context 2 x expert 2")
+WITH_EXPERTS = ("replicate 2 x expert 2",)
 RING = ("overlapped", "in turn")
 RULES = """\
 A Llama of {blocks} blocks over {rows} rows of 64 bytes a step in {micro_batches} micro-batches; one worker's step sleeps {step_ms:g} ms in its
@@ -52,9 +52,9 @@ of the layout's runs. Median (smallest-largest)."""
 
 
 def degrees_of(layout: str) -> dict[str, int]:
-    """Degrees by axis; expert 2 comes with shard 2 unless contexts hold the experts."""
+    """Degrees by axis; expert 2 comes with shard 2."""
     found = {axis: int(size) for axis, size in (word.split() for word in layout.split(" x "))} if layout else {}
-    return {"shard": 2, **found} if "expert" in found and "context" not in found else found
+    return {"shard": 2, **found} if "expert" in found else found
 
 
 def workers_of(degrees: dict[str, int]) -> int:
