@@ -186,9 +186,13 @@ def other_type(rank: int, world_size: int) -> None:
 def sleeps(rank: int, world_size: int) -> None:
     all_reduce(4)
     meet(world_size)
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store = _get_default_store()
     if rank == 1:
+        store.set("asleep", "yes")
         time.sleep(600)  # asleep in user code
-    time.sleep(0.5)  # rank 1 may have been the last to leave the meeting, and must be asleep when it is missed
+    store.wait(["asleep"])  # rank 1 may be the last to leave the meeting
     all_reduce()
 
 

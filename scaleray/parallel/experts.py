@@ -103,8 +103,8 @@ class Experts(DivisibleExperts):
 
 
 class TransformersExperts(DivisibleExperts):
-    """Experts of a model of transformers, such as Mixtral's: a base in front of their own class, whose products of all
-    experts at once exist in no float64."""
+    """Experts of a model of transformers, such as Mixtral's: a base in front of their own class, whose grouped products
+    do not exist in float64."""
 
     @staticmethod
     def fits(module: nn.Module) -> bool:

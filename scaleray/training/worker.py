@@ -93,8 +93,8 @@ def received(task: Any) -> Any:
 
 
 def quieten_ray() -> None:
-    """In a worker, suppress messages of Ray's libraries and torchao that the driver reports better, or that nobody
-    needs."""
+    """In a worker, suppress messages of Ray's libraries and torchao that the driver reports better, or that are
+    not needed."""
     leave_out_idle_warnings()
     logging.getLogger("ray._private.serialization").setLevel(logging.CRITICAL)  # `received` reports it
     logging.getLogger("ray.data").setLevel(logging.WARNING)

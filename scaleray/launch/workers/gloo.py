@@ -301,7 +301,7 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         import cloudpickle
 
-        return pickle.loads, (cloudpickle.dumps(value),)
+        return pickle.loads, (cloudpickle.dumps(value),)  # only for processes that this one started
 
 
 class _Unpickler(pickle.Unpickler):
