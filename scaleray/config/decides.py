@@ -28,8 +28,9 @@ BY_PREFIX = {
     "batch.micro_size": Decides.COURSE, "parallel.": Decides.COURSE,
     "fine_tuning.merge": Decides.COURSE, "data.chunk_mib": Decides.COURSE, "data.prefetch_mib": Decides.COURSE,
     "data.readers": Decides.COURSE, "data.reserved_cpus": Decides.COURSE, "data.timeout_s": Decides.COURSE,
-    "checkpoint.": Decides.NOTHING, "tracking.": Decides.NOTHING, "noise_scale.": Decides.NOTHING,
-    "study.": Decides.NOTHING, "alerts.": Decides.NOTHING, "monitoring.": Decides.NOTHING,
+    "recovery.": Decides.NOTHING, "checkpoint.": Decides.NOTHING, "tracking.": Decides.NOTHING,
+    "noise_scale.": Decides.NOTHING, "study.": Decides.NOTHING, "alerts.": Decides.NOTHING,
+    "monitoring.": Decides.NOTHING,
 }  # fmt: skip
 """Effect of a key, by prefix of the dotted key. Keys that are not listed affect the result. Two strategies that are not
 both exact still differ in their results, which `Change.alters_training` checks.

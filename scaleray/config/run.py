@@ -22,7 +22,7 @@ from scaleray.config.fsdp import FsdpSettings
 from scaleray.config.optimizer_schedule import OptimizerSettings, ScheduleSettings
 from scaleray.config.parallel import Degrees, ParallelSettings, degrees_of, short_form
 from scaleray.config.precision import PrecisionSettings
-from scaleray.config.scale import ScaleSettings
+from scaleray.config.scale import RecoverySettings, ScaleSettings
 from scaleray.config.stop_evaluation import EvaluationSettings, StopSettings
 from scaleray.config.strategy import (
     ContextSettings,
@@ -48,6 +48,7 @@ class RunConfig(Settings):
     schedule: ScheduleSettings = ScheduleSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     scale: ScaleSettings = ScaleSettings()
+    recovery: RecoverySettings = RecoverySettings()
     strategy: StrategySettings = StrategySettings()
     parallel: ParallelSettings = ParallelSettings()
     fsdp: FsdpSettings = FsdpSettings()

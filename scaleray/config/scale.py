@@ -51,6 +51,12 @@ class ScaleSettings(Settings):
         return 0 if self.gpus_per_worker == "auto" else self.gpus_per_worker
 
     @property
+    def backend(self) -> str:
+        """The process group's backend, as torch writes it."""
+        # gloo beside NCCL: collectives on CPU tensors need a backend of their own
+        return "cpu:gloo,cuda:nccl" if self.gpus else "gloo"
+
+    @property
     def may_have_gpus(self) -> bool:
         """Whether workers have GPUs, or may get them by `auto`."""
         return self.gpus_per_worker != 0
@@ -69,3 +75,16 @@ class ScaleSettings(Settings):
     def is_elastic(self) -> bool:
         """Whether the number of workers may change."""
         return self.min_workers < self.max_workers
+
+
+class RecoverySettings(Settings):
+    """Recovery from the loss of a worker in the memory of the others, without a restart and without a lost step."""
+
+    spares: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Workers in addition to `scale.workers` that wait, with everything loaded, to take the place of a lost one. The
+    others keep their state in memory, and the step under way is repeated: weights and losses are those of an
+    undisturbed run, bit for bit. Ray replaces the lost worker meanwhile. For strategy ddp. 0: a loss restarts all
+    workers from the newest checkpoint."""
+    silent_s: Positive = 5.0
+    """Seconds without a sign of life after which a worker counts as lost, and its process is ended. One whose process
+    ends is noticed at once."""

@@ -50,6 +50,7 @@ from scaleray.records.run_record import (
     Heartbeat,
     LoggedFile,
     LoggedMetrics,
+    RepeatedMessages,
     RunRecord,
     StepRecord,
     SystemRecord,
@@ -338,6 +339,11 @@ class Recorder(SignsOfLife):
         if isinstance(message, Operation):
             self._flush_guarded()  # order: points before the status that ends the run
             return self.spool.send(message)
+        if isinstance(message, RepeatedMessages):
+            for each in message.messages:
+                if each.step > (self.steps.last_step if isinstance(each, StepRecord) else self._last_evaluation):
+                    self._take(each)
+            return None
         self._look(partial(self.state.take, message), None, part="state of the run")
         if self.state.last is not None:
             self._look(self._goodput_file.save_if_due, None, part="goodput")

@@ -214,6 +214,13 @@ class LoggedFile:
     shape: tuple[int, ...] | None = None
 
 
+@dataclass(frozen=True)
+class RepeatedMessages:
+    """Messages that another worker may have lost before it sent them; those that have arrived are ignored."""
+
+    messages: tuple[StepRecord | EvaluationRecord, ...]
+
+
 WorkerMessage = (
     StepRecord
     | EvaluationRecord
@@ -228,6 +235,7 @@ WorkerMessage = (
     | RankSample
     | LinksMeasured
     | CountedFlops
+    | RepeatedMessages
 )
 Emit = Callable[[WorkerMessage], None]
 """Function that takes a message of a worker."""

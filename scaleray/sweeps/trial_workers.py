@@ -25,7 +25,7 @@ from scaleray.common.seeding import same_switches
 from scaleray.config import RunConfig
 from scaleray.errors import PeerLostError, RunFailedError, ScaleRayError, first_line
 from scaleray.launch.workers.hang_reports import with_explanation
-from scaleray.launch.workers.ray_train import collective_backend, worker_resources
+from scaleray.launch.workers.ray_train import worker_resources
 from scaleray.records.control_request import ControlRequest
 from scaleray.records.run_record import WorkerMessage, WorkerSummary
 from scaleray.records.start import steady_time
@@ -332,7 +332,7 @@ class TrialGroup:
         return Rendezvous(
             self._owned.place,
             f"trial {self._num_trials}",
-            collective_backend(self.plan.base),
+            self.plan.base.scale.backend,
             scale.collective_timeout_s,
             is_one_node=len(set(self._nodes)) == 1,
             watched=(self._path, f"trial-{secrets.token_hex(4)}"),

@@ -105,6 +105,8 @@ def run(
     try:
         return training.train()
     finally:
+        if checkpointing is not None and checkpointing.live is not None:
+            checkpointing.saver.wait()  # its thread uses the group, which this worker may leave now
         vars(training).clear()  # its parts know it: the model would stay until Python looks for circles
 
 
@@ -146,8 +148,11 @@ class _Run:
             warn=lambda text: emit(EventRecord(text, kind="warning")),
         )
         # a probe looks between steps, and the step that ends a training must not be followed by updates of the average
-        is_known_first = probe is not None or (
-            job.config.averaging.decay is not None and job.config.on_nonfinite == "stop"
+        self.live = checkpointing.live if checkpointing is not None else None
+        is_known_first = (
+            probe is not None
+            or self.live is not None
+            or (job.config.averaging.decay is not None and job.config.on_nonfinite == "stop")
         )
         self.attributes: dict[str, Any] = {}
         self.ahead = self.callbacks.steps_ahead = 0 if is_known_first else steps_ahead(place.device)
@@ -224,12 +229,18 @@ class _Run:
 
     def _steps(self, setup: Setup, step: OptimizerStep, stream: StepStream) -> str | None:
         """Train to the end and return the verdict; None if the run was asked to stop early."""
-        state, saves = self.state, self.checkpointing
+        state = self.state
         if self.probe is not None:
             self.probe.on_setup(setup)
         self.evaluations.prepare(self.job, setup)
         if verdict := state.verdict or self.evaluations.target_reached(state.step):
             return verdict
+        if self.live is not None:
+            self.live.report(self.reporter.emit, self.place, state.step)
+        if self.live is not None and (half := self.live.unfinished()) is not None:
+            is_over, verdict = self._finish_step(setup, half, stream, ends_epoch=self._is_between_epochs())
+            if is_over:
+                return verdict
         self.progress.enter(Phase.INPUT)
         first = next(stream, None)
         self.progress.enter(Phase.START)
@@ -248,22 +259,43 @@ class _Run:
             ends_epoch = self._is_between_epochs()
             signals = self._know(is_meeting or ends_epoch or self.job.recipe.decides_after(state.step))
             state.verdict = state.verdict or self.callbacks.verdict(signals)
-            verdict = state.verdict
-            if verdict is None and self._evaluate_if_due(setup):
-                self.clock.start(stream.waited_s)
-                self.evaluations.check_target()
-                verdict = self.evaluations.target_reached(state.step) or state.verdict
-            if ends_epoch and self._is_between_epochs():  # else steps were taken back
-                self.callbacks.epoch_ended(self.plan.epochs(state.step), self.evaluations.metrics)
-            if verdict is not None:
+            self._keep(signals, is_complete=False)
+            ends_epoch = ends_epoch and self._is_between_epochs()  # else steps were taken back
+            is_over, verdict = self._finish_step(setup, signals, stream, ends_epoch=ends_epoch)
+            if is_over:
                 return verdict
-            self.progress.enter(Phase.CHECKPOINT)
-            self._check_after_callbacks()
-            if saves is not None and signals and saves.after_step(state.step, signals):
-                return None
             self.progress.enter(Phase.INPUT)
             batch = next(stream, None)
         return "done"
+
+    def _finish_step(
+        self, setup: Setup, signals: tuple[float, ...], stream: StepStream, *, ends_epoch: bool
+    ) -> tuple[bool, str | None]:
+        """Do what follows the last step: an evaluation, callbacks, a checkpoint. Returns whether the training ends
+        here, and its verdict, which is None if it was asked to stop early."""
+        state, saves, verdict = self.state, self.checkpointing, self.state.verdict
+        has_evaluated = verdict is None and self._evaluate_if_due(setup)
+        if has_evaluated:
+            self.clock.start(stream.waited_s)
+            self.evaluations.check_target()
+            verdict = self.evaluations.target_reached(state.step) or state.verdict
+        if ends_epoch:
+            self.callbacks.epoch_ended(self.plan.epochs(state.step), self.evaluations.metrics)
+        if verdict is not None:
+            return True, verdict
+        self.progress.enter(Phase.CHECKPOINT)
+        self._check_after_callbacks()
+        before = saves.saved_at if saves is not None else 0.0
+        if saves is not None and signals and saves.after_step(state.step, signals):
+            return True, None
+        if has_evaluated or ends_epoch or (saves is not None and saves.saved_at != before):
+            self._keep(signals, is_complete=True)
+        return False, None
+
+    def _keep(self, signals: tuple[float, ...], *, is_complete: bool) -> None:
+        """Keep the state in memory for the case that another worker is lost."""
+        if self.live is not None and self.checkpointing is not None and self.checkpointing.state is not None:
+            self.live.keep(self.checkpointing.state, self.job, self.state.step, signals, is_complete=is_complete)
 
     def _is_between_epochs(self) -> bool:
         """Whether the last step completed an epoch, for callbacks."""
@@ -322,6 +354,8 @@ class _Run:
             taken = launched.result(**facts)
             self.observers.after_step(taken)
             self.reporter.after_step(taken)  # with the measurements of the observers
+            if self.live is not None:
+                self.live.add(taken)
             self.callbacks.after_step(taken)
             if self.state.ends_with(taken, partial(self.input.look_at_step, self.job.splits[TRAIN], self.plan)):
                 self.under_way.clear()  # they changed nothing
@@ -342,6 +376,8 @@ class _Run:
         record = self.evaluations.run(self.state.step, evaluators)
         if self.place.rank == 0:
             self.reporter.emit(record)
+        if self.live is not None:
+            self.live.add(record)
         if not at_end and (moved := self.evaluations.follow()):  # a longer training may have none at its end
             self.reporter.say(moved, step=self.state.step)
         self.state.verdict = self.callbacks.evaluated(record, at_end=at_end) or self.state.verdict
@@ -364,7 +400,19 @@ class _Run:
         return TrainState(setup, self.place, workload, seed, kept.values, kept.restore, self.callbacks, unsaved)
 
     def _train_step(self, setup: Setup) -> OptimizerStep:
-        saves = self.checkpointing
+        saves, live = self.checkpointing, self.live
+
+        def shapes() -> tuple[float, ...]:
+            if live is not None:
+                live.after_forward(self.place, self.state.step + 1)
+            return self.fixed.signals()
+
+        def before_update() -> None:
+            if saves is not None:
+                saves.before_update()
+            if live is not None:
+                live.before_update(setup.parallel.module)
+
         step = train_step(
             self.job.workload,
             setup,
@@ -374,8 +422,8 @@ class _Run:
             gives_tuples=self.job.splits[TRAIN].gives_tuples,
             probe=self.probe,
             signals=lambda: (*(saves.signals() if saves else ()), *self.callbacks.signals()),
-            shapes=self.fixed.signals,
-            before_update=saves.before_update if saves else lambda: None,
+            shapes=shapes,
+            before_update=before_update,
             enter=self.progress.enter,
             on_halved=lambda recipe: self._use(recipe, setup, was_halved=True),
             ahead=self.ahead,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import psutil
@@ -27,6 +29,7 @@ from scaleray.training.ray_metrics import RankPublisher
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.checkpointing import Control
+from scaleray.training.state.live_state import LiveState
 
 TAIL_LINES = 20
 
@@ -45,10 +48,13 @@ class Assignment:
     """Name and id of the run in the metrics of Ray's nodes; None if the nodes publish none."""
     can_be_preempted: bool = False
     """Whether the cluster may announce that it will remove a node."""
+    coordinator: Any = None
+    """Handle of the actor that replaces lost workers, see `launch/workers/coordinator_actor.py`; None without
+    spares."""
 
 
-def train_worker(config: dict[str, Any]) -> WorkerSummary:
-    """Entry point of one Ray Train worker; `config["task"]` is a reference to an Assignment."""
+def train_worker(config: dict[str, Any]) -> WorkerSummary | None:
+    """Entry point of one Ray Train worker; `config["task"]` is a reference to an Assignment. None from a spare."""
     import ray
     import ray.train
 
@@ -57,22 +63,49 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
     start = StartClock(assignment.job.started_at, assignment.job.start_ends)
     start.end(PROCESSES, psutil.Process().create_time())
     start.end(WORKER_IMPORTS)
-    job = assignment.job.on(ray.train.get_context().get_world_size()).changed(start_ends=start.ends)
+    has_spares = assignment.coordinator is not None
+    workers = assignment.job.world_size if has_spares else ray.train.get_context().get_world_size()
+    job = assignment.job.on(workers).changed(start_ends=start.ends)
     context = context_under_ray(uses_gpu=job.config.scale.gpus > 0)
     publisher = RankPublisher(*assignment.published_as) if assignment.published_as else None
     sender = Sender(assignment.recorder, interval_s=job.config.tracking.interval_s, publisher=publisher)
+    train = partial(
+        run_rank,
+        job,
+        channel=Channel(sender, sender.beat, sender.flush, sender.durable),
+        sources=assignment.sources,
+        run_path=assignment.run_path,
+        facts=assignment.facts,
+        control=Control(notice=_nodes_to_go if assignment.can_be_preempted else None),
+        tail=_keep_tail(),
+        ends_hangs=True,
+    )
     with publisher or contextlib.nullcontext():
-        return run_rank(
-            job,
-            context,
-            Channel(sender, sender.beat, sender.flush, sender.durable),
-            sources=assignment.sources,
-            run_path=assignment.run_path,
-            facts=assignment.facts,
-            control=Control(notice=_nodes_to_go if assignment.can_be_preempted else None),
-            tail=_keep_tail(),
-            ends_hangs=True,
-        )
+        return _train_in_groups(assignment, context, train) if has_spares else train(context)
+
+
+def _train_in_groups(
+    assignment: Assignment, context: RankContext, train: Callable[..., WorkerSummary]
+) -> WorkerSummary | None:
+    """Train as any rank that the coordinator of recoveries assigns. context: this worker among workers and spares."""
+    import ray
+
+    from scaleray.training.recovery.member import Group, Member
+    from scaleray.training.recovery.recovering import train_in_groups
+
+    config = assignment.job.config
+    actor = ray.get_runtime_context().current_actor
+    place, token = ray.get(assignment.coordinator.admit.remote(context.rank, actor))
+    member = Member(place, token, number=context.rank, node=context.node, silent_s=config.recovery.silent_s)
+
+    def join(group: Group) -> None:
+        group.join(config.scale.backend, config.scale.collective_timeout_s, str(context.device))
+
+    def train_as(group: Group, live: LiveState) -> WorkerSummary:
+        changes = {name: getattr(group, name) for name in ("rank", "world_size", "local_rank", "local_world_size")}
+        return train(dataclasses.replace(context, **changes), live=live)
+
+    return train_in_groups(member, join, train_as)
 
 
 def received(task: Any) -> Any:

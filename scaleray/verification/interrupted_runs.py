@@ -133,9 +133,9 @@ class _Observed(Checkpointing):
         self.final = self._digests()
 
     def _digests(self) -> Mapping[str, str]:
-        assert self._state is not None
-        self._state.setup.parallel.before_evaluation()  # as a checkpoint does: buffers follow rank 0
-        return self._state.digests()
+        assert self.state is not None
+        self.state.setup.parallel.before_evaluation()  # as a checkpoint does: buffers follow rank 0
+        return self.state.digests()
 
 
 def _anywhere(place: RankContext, mine: list[str]) -> list[str]:

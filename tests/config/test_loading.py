@@ -335,6 +335,7 @@ CHANGES = {
     "schedule.factor": 0.5, "schedule.patience": 2, "schedule.threshold": 0.1, "schedule.cooldown": 1, "schedule.watch": "val/loss min",
     "evaluation.test": "at_end", "evaluation.every": "1 steps", "evaluation.micro_size": 2, "scale.workers": 2, "scale.gpus_per_worker": 1, "scale.cpus_per_worker": 2,
     "scale.placement": "SPREAD", "scale.label_selector": {"a": "b"}, "scale.max_failures": 1, "scale.launch_timeout_s": 5, "scale.wait_for_nodes_s": 5,
+    "recovery.spares": 1, "recovery.silent_s": 2,
     "scale.collective_timeout_s": 5, "scale.dashboard": True, "strategy.name": "ddp", "strategy.bucket_size_mib": 1, "strategy.gradient_as_bucket_view": False,
     "strategy.static_graph": True, "strategy.find_unused_parameters": True, "precision.dtype": "bf16", "precision.initial_loss_scale": 2,
     "data.readers": "ray", "data.shuffle": False, "data.bucket_by_length": 3, "data.window_rows": 3, "data.chunk_mib": 1, "data.prefetch_mib": 1, "data.reserved_cpus": 0, "data.timeout_s": 1,
@@ -399,7 +400,9 @@ def test_the_hash_changes_with_everything_but_where_a_run_is_kept_and_what_it_me
     plain = with_flags().hash()
     assert len(plain) == 16 and plain == with_flags().hash()
     for key, value in CHANGES.items():
-        is_storage = key.startswith(("tracking.", "checkpoint.", "noise_scale.", "study.", "alerts.", "monitoring."))
+        is_storage = key.startswith(
+            ("tracking.", "checkpoint.", "noise_scale.", "study.", "alerts.", "monitoring.", "recovery.")
+        )
         assert (with_flags(**{key: value}).hash() == plain) == is_storage, key
     for key, (others, value) in ONLY_WITH.items():
         given = {key: value, **TOGETHER.get(key, {})}

@@ -255,7 +255,7 @@ class NodeInspector:
 
         import torch.distributed as dist
 
-        from scaleray.launch.workers.process_group import interface_of
+        from scaleray.training.process_group import interface_of
 
         if (interface := interface_of(self.host)) is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

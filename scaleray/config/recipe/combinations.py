@@ -121,6 +121,22 @@ def check_fine_tuning(config: RunConfig) -> None:
         )
 
 
+def check_recovery(config: RunConfig, strategy: str, workers: int) -> None:
+    """Check that each worker has the whole state, so that any of them can pass it on to a spare."""
+    reasons = {
+        f"under {strategy} each worker has a state of its own": strategy != "ddp",
+        "it is for a fixed number of workers": config.scale.is_elastic,
+        "contexts share the sequences of a worker": config.degrees(workers).data != workers,
+        "compression.name leaves a remainder on each worker": config.compression.name != "none",
+        "shares.by speed depends on measured times": config.shares.by == "speed",
+        "memory.on_out_of_memory halve repeats steps as well": config.memory.on_out_of_memory == "halve",
+    }
+    if config.recovery.spares and (why := next((why for why, holds in reasons.items() if holds), None)) is not None:
+        raise ConfigError(
+            "recovery.spares", config.recovery.spares, why, "use at least 2 workers and strategy ddp, or no spares"
+        )
+
+
 def check_training_apart(config: RunConfig) -> None:
     """Check the limits of replicas that train separately: no shared loss scale, no change of their number, no gradient
     compression."""

@@ -22,6 +22,7 @@ from scaleray.config.recipe.combinations import (
     check_fsdp,
     check_optimizer,
     check_pruning,
+    check_recovery,
     check_schedule,
     check_search,
     check_shard_dtypes,
@@ -59,6 +60,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
     strategy = resolve_strategy(config, workers)
     why["strategy"] = f"strategy.name {config.strategy.name}, {quantity(workers, 'worker')}"
     check_compression(config, strategy)
+    check_recovery(config, strategy, workers)
     if workers == config.scale.max_workers:  # an elastic run may temporarily shrink to one worker
         check_noise_scale(
             config, strategy, data_parallel_size=data_parallel_size, accumulation_steps=accumulation_steps

@@ -59,7 +59,7 @@ def bundles_of(config: RunConfig) -> list[dict[str, Any]]:
     more = [{"CPU": config.data.reserved_cpus}] if config.data.reserved_cpus else []
     if scale.placement == "STRICT_PACK":  # as one, that must find room on one node
         return [{name: amount * scale.min_workers for name, amount in _of_a_worker(config).items()}, *more]
-    return [_of_a_worker(config) for _ in range(scale.max_workers)] + more
+    return [_of_a_worker(config) for _ in range(scale.max_workers + config.recovery.spares)] + more
 
 
 def _of_a_worker(config: RunConfig) -> dict[str, Any]:

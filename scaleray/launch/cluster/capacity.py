@@ -16,8 +16,11 @@ def check_capacity(config: RunConfig, nodes: Sequence[Node]) -> None:
 
     The run needs `workers` bundles of CPUs and GPUs on nodes with the right labels, and CPUs for the input."""
     scale = config.scale
-    possible, needed = _possible(config, nodes), scale.min_workers
-    asked = f"{'at least ' if scale.is_elastic else ''}{quantity(needed, 'worker')} of {scale.cpus_per_worker:g} CPU"
+    spares = config.recovery.spares
+    possible, needed = _possible(config, nodes), scale.min_workers + spares
+    asked = f"{'at least ' if scale.is_elastic else ''}{quantity(scale.min_workers, 'worker')}"
+    asked += f" and {quantity(spares, 'spare')}" if spares else ""
+    asked += f" of {scale.cpus_per_worker:g} CPU"
     asked += f" and {scale.gpus:g} GPU" if scale.gpus else ""
     asked += f" ({scale.placement})" if scale.placement.startswith("STRICT") else ""
     asked += f" on nodes labelled {dict(scale.label_selector)}" if scale.label_selector else ""
@@ -28,14 +31,17 @@ def check_capacity(config: RunConfig, nodes: Sequence[Node]) -> None:
     if possible < needed:
         where = f", {len(_fitting(scale, nodes))} with these labels" if scale.label_selector else ""
         raise ClusterError(
-            "the requested scale", asked, f"{has}{where} and can hold {possible}", _fewer(config, min(possible, most))
+            "the requested scale",
+            asked,
+            f"{has}{where} and can hold {possible}",
+            _fewer(config, min(possible, most) - spares),
         )
     if most < needed:
         raise ClusterError(
             "the requested scale",
             asked,
             f"{has}, and {config.data.reserved_cpus:g} must stay free for the input tasks (data.reserved_cpus)",
-            f"{_fewer(config, most)}; or --data.reserved-cpus 0 if the workers read their rows themselves",
+            f"{_fewer(config, most - spares)}; or --data.reserved-cpus 0 if the workers read their rows themselves",
         )
 
 

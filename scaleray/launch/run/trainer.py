@@ -22,10 +22,12 @@ from scaleray.data import RaySources, Split
 from scaleray.data.source_interface import Source
 from scaleray.errors import LeftEarly, RunFailedError, ScaleRayError
 from scaleray.launch.cluster.connection import alive_nodes, input_cpus, own_placement_groups, remove_placement_groups
+from scaleray.launch.workers.coordinator_actor import spawn_coordinator
 from scaleray.launch.workers.hang_reports import explain_hang
 from scaleray.launch.workers.lost_workers import (
     SILENT_S,
     cause_of,
+    death,
     explain,
     failed_step,
     fatal_error,
@@ -129,12 +131,21 @@ def _fit_once(
         trainer = torch_trainer(
             config,
             train_worker,
-            dataclasses.replace(assignment, recorder=recorder.actor),
+            dataclasses.replace(
+                assignment,
+                recorder=recorder.actor,
+                coordinator=spawn_coordinator(config, recorder.actor) if config.recovery.spares else None,
+            ),
             num_workers=(scale.min_workers, scale.max_workers) if scale.is_elastic else scale.max_workers,
             name=recorder.description.run_name,  # which Ray's own metrics of the run have as a label
             storage_path=f"{assignment.run_path}/{folder}",
-            max_failures=scale.max_failures,
-            callbacks=[restart_callback(recorder.actor, scale.max_failures, assignment.run_path)],
+            max_failures=-1 if config.recovery.spares else scale.max_failures,
+            num_spares=config.recovery.spares,
+            callbacks=[
+                restart_callback(
+                    recorder.actor, scale.max_failures, assignment.run_path, replaces=config.recovery.spares > 0
+                )
+            ],
             datasets=streamed,
         )
         trainer.fit()
@@ -153,15 +164,16 @@ def _fit_once(
         return exc
 
 
-def restart_callback(recorder: Any, max_failures: int, run_path: str) -> Any:
+def restart_callback(recorder: Any, max_failures: int, run_path: str, *, replaces: bool = False) -> Any:
     """Make the callback that Ray calls in its controller when workers fail: it reports the failure, and refuses a
-    restart that cannot help. run_path: the run's folder, with the workers' accounts of their activity."""
+    restart that cannot help. run_path: the run's folder, with the workers' accounts of their activity. replaces: Ray
+    replaces the failed workers alone; only losses without a step between them count then."""
     import ray
     from ray.train import UserCallback
 
     class Restart(UserCallback):
         def __init__(self) -> None:
-            self.restarts = 0
+            self.restarts = self.step = 0
             self.called_at = -math.inf
             self.failed_at = -1  # the furthest step that the workload's own code failed in
 
@@ -178,6 +190,9 @@ def restart_callback(recorder: Any, max_failures: int, run_path: str) -> Any:
                     fatal = type(fatal)(f"{fatal}{last_lines}")
                 raise fatal  # Ray starts nothing again after an error of its callbacks
             self.failed_at = max([self.failed_at, *map(failed_step, worker_exceptions.values())])
+            if replaces:
+                self._count_replaced(worker_exceptions)
+                return
             is_preempted = any(map(was_preempted, worker_exceptions.values()))
             self.restarts += not is_preempted
             beats = heartbeats(worker_exceptions)
@@ -188,6 +203,15 @@ def restart_callback(recorder: Any, max_failures: int, run_path: str) -> Any:
             count = "its node was taken away" if is_preempted else f"{self.restarts} of {max_failures}"
             text = f"{text}\n  starting again from the newest checkpoint, {count}"
             recorder.log.remote([EventRecord(text, kind="warning")])
+
+        def _count_replaced(self, failures: dict[int, Exception]) -> None:
+            step = max((beat.step for beat in last_beats()), default=0)
+            self.restarts = 1 if step > self.step else self.restarts + 1
+            self.step = max(step, self.step)
+            text = "; ".join(f"worker {number}: {death(error)}" for number, error in failures.items())
+            if self.restarts > max_failures:
+                raise RunFailedError(f"{text}\n  {self.restarts} workers were lost without a complete step")
+            recorder.log.remote([EventRecord(f"{text}; Ray starts another one as a spare", kind="warning")])
 
     def last_beats() -> list[Heartbeat]:
         try:

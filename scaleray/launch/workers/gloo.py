@@ -207,6 +207,7 @@ def _serve(rank: int, meeting: StorePlace, user_code: UserCode, pipe: Connection
     import torch.distributed as dist
 
     from scaleray.training.health import flight_recorder
+    from scaleray.training.health.worker_errors import without_frames
 
     flight_recorder.switch_on()
     torch.set_num_threads(1)
@@ -230,7 +231,7 @@ def _serve(rank: int, meeting: StorePlace, user_code: UserCode, pipe: Connection
             message = (True, result if rank == 0 else None)
         except Exception as exc:
             message = (False, (exc if isinstance(exc, ScaleRayError) else None, traceback.format_exc()))
-            _without_frames(exc)
+            without_frames(exc)
             gc.collect()  # a group that is known closes no connection, and the others would wait for this rank
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -249,16 +250,6 @@ def _watching(
     from scaleray.training.health.group_watch import GroupWatch
 
     return GroupWatch(place, *watch, collective_timeout_s=timeout_s)
-
-
-def _without_frames(exc: BaseException) -> None:
-    """Release the objects held by an error's frames: trainings, their groups, and the connections of these."""
-    current: BaseException | None = exc
-    seen: set[int] = set()
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        current.__traceback__ = None
-        current = current.__cause__ or current.__context__
 
 
 class Teller:

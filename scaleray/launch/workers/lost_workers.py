@@ -85,11 +85,11 @@ def _who_failed(failures: Mapping[int, BaseException], heartbeats: Sequence[Hear
     if isinstance(error, ScaleRayError):
         return str(error), beat
     if beat is None:
-        return f"rank {rank} was lost: {_death(error)}", None
+        return f"rank {rank} was lost: {death(error)}", None
     who = f"rank {rank} on {beat.node} (process {beat.process})"
     if beat.phase.startswith(HANG):
         return f"{who} hangs: {beat.phase.removeprefix(HANG)}", beat
-    return f"{who} was lost in step {beat.step + 1}, in `{beat.phase}`: {_death(error)}", beat
+    return f"{who} was lost in step {beat.step + 1}, in `{beat.phase}`: {death(error)}", beat
 
 
 def _held_up(beat: Heartbeat) -> str:
@@ -102,7 +102,7 @@ def _held_up(beat: Heartbeat) -> str:
     return f"hangs: it has been in `{beat.phase}` of step {beat.step + 1} for {beat.since_s:.0f} s"
 
 
-def _death(error: BaseException) -> str:
+def death(error: BaseException) -> str:
     """Ray's message on a worker's death, without its guesses."""
     found = re.search(
         r"Worker exit type: (\w+) Worker exit detail: (.*?)\.?( Some common causes|$)", text_of(error), re.DOTALL

@@ -6,14 +6,13 @@ than a second of a core before the first worker starts.
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
 import ray
 from ray.train.backend import Backend, BackendConfig
 
-from scaleray.training.setup.stores import OwnedStore, StorePlace, is_loopback, open_store
+from scaleray.training.setup.stores import OwnedStore, StorePlace
 
 SHUTDOWN_TIMEOUT_S = 5.0
 """Seconds that workers get to leave their group: a stopped or hanging one does not take part."""
@@ -26,16 +25,17 @@ _owned: OwnedStore | None = None
 class ProcessGroup(BackendConfig):
     """A `torch.distributed` process group over all workers, as `torch_config` of a TorchTrainer.
 
-    backend: as torch writes it. timeout_s: seconds that a collective may take.
+    backend: as torch writes it. timeout_s: seconds that a collective may take. are_replaced: workers are replaced one
+    by one, and form their groups themselves.
     """
 
-    def __init__(self, backend: str, timeout_s: int) -> None:
-        self.backend, self.timeout_s = backend, timeout_s
+    def __init__(self, backend: str, timeout_s: int, *, are_replaced: bool = False) -> None:
+        self.backend, self.timeout_s, self.are_replaced = backend, timeout_s, are_replaced
 
     @property
     def backend_cls(self) -> type[Backend]:
         """Methods that the controller calls."""
-        return _ProcessGroupBackend
+        return _ReplacedWorkers if self.are_replaced else _ProcessGroupBackend
 
     def to_dict(self) -> dict[str, Any]:
         """Facts for Ray's own record of the run."""
@@ -56,6 +56,11 @@ class _ProcessGroupBackend(Backend):
         ray.wait(worker_group.execute_async(_leave), num_returns=len(worker_group), timeout=SHUTDOWN_TIMEOUT_S)
 
 
+class _ReplacedWorkers(Backend):
+    share_cuda_visible_devices = True
+    has_replica_groups = True  # the controller replaces lost workers and leaves the others alone
+
+
 def _own_store() -> StorePlace:
     """Store through which the workers find each other, held by this worker until it ends."""
     global _owned
@@ -64,51 +69,26 @@ def _own_store() -> StorePlace:
 
 
 def _join(place: StorePlace, backend: str, timeout_s: int, started_at: str) -> None:
-    """Make this worker a member, under the variables that torchrun sets."""
-    from datetime import timedelta
-
+    """Make this worker a member."""
     import ray.train
-    import torch.distributed as dist
     from ray.train.torch import get_device
 
-    from scaleray.training.health import flight_recorder
-    from scaleray.training.health.stall_watch import GROUP_VARIABLE
+    from scaleray.training.process_group import join_group
 
-    context = ray.train.get_context()
-    flight_recorder.switch_on()
-    os.environ |= {
-        GROUP_VARIABLE: started_at,
-        "MASTER_ADDR": place.host,
-        "MASTER_PORT": str(place.port),
-        "RANK": str(context.get_world_rank()),
-        "WORLD_SIZE": str(context.get_world_size()),
-        "LOCAL_RANK": str(context.get_local_rank()),
-        "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
-        "NODE_RANK": str(context.get_node_rank()),
-        "ACCELERATE_TORCH_DEVICE": str(get_device()),
-    }
-    if (interface := interface_of(ray.util.get_node_ip_address())) is not None:
-        # where a host's own name means 127.0.1.1, as Debian has it, gloo would tell the others that address
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if is_loopback(place.host):
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)  # else it listens on another one, if there is any
-    if "nccl" in backend and "TORCH_NCCL_BLOCKING_WAIT" not in os.environ:
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # collectives that time out fail
-    dist.init_process_group(
+    own = ray.train.get_context()
+    join_group(
+        place,
         backend,
-        store=open_store(place, timeout=timedelta(seconds=timeout_s)),
-        rank=context.get_world_rank(),
-        world_size=context.get_world_size(),
-        timeout=timedelta(seconds=timeout_s),
+        timeout_s,
+        name=started_at,
+        node=ray.util.get_node_ip_address(),
+        device=str(get_device()),
+        rank=own.get_world_rank(),
+        world_size=own.get_world_size(),
+        local_rank=own.get_local_rank(),
+        local_world_size=own.get_local_world_size(),
+        node_rank=own.get_node_rank(),
     )
-
-
-def interface_of(address: str) -> str | None:
-    """Name of this machine's network interface with the address; None if none has it."""
-    import psutil
-
-    found = psutil.net_if_addrs().items()
-    return next((name for name, addresses in found if any(a.address == address for a in addresses)), None)
 
 
 def _leave() -> None:

@@ -17,12 +17,6 @@ from scaleray.launch.workers.lost_workers import explain
 CONTROLLER_FAILURE_LIMIT = 2  # Ray's default retries an impossible launch for ever
 
 
-def collective_backend(config: RunConfig) -> str:
-    """The process group's backend, as torch writes it."""
-    # gloo beside NCCL: collectives on CPU tensors need a backend of their own
-    return "cpu:gloo,cuda:nccl" if config.scale.gpus else "gloo"
-
-
 def worker_resources(config: RunConfig) -> dict[str, float]:
     """Resources that Ray reserves for each worker."""
     resources = {"CPU": config.scale.cpus_per_worker}
@@ -38,14 +32,16 @@ def torch_trainer(
     name: str,
     storage_path: str,
     max_failures: int = 0,
+    num_spares: int = 0,
     callbacks: Sequence[Any] = (),
     datasets: dict[str, Any] | None = None,
 ) -> Any:
     """A TorchTrainer with the config's backend, resources and placement, which has not been started.
 
     worker: called on each worker with a mapping, whose `task` is a reference to the given task. // num_workers: a
-    number, or the least and the most of an elastic run. name: name of Ray Train's own folder in `storage_path`.
-    datasets: Ray Datasets that are streamed to the workers, by split."""
+    number, or the least and the most of an elastic run. num_spares: workers in addition, that take the place of lost
+    ones; Ray then replaces these one by one, and leaves the others alone. name: name of Ray Train's own folder in
+    `storage_path`. datasets: Ray Datasets that are streamed to the workers, by split."""
     import ray.train
 
     from scaleray.launch.workers.process_group import ProcessGroup
@@ -64,9 +60,9 @@ def torch_trainer(
     return trainer(
         worker,
         train_loop_config={"task": ray.put(task)},  # the controller, which has no use for it, unpickles what is here
-        torch_config=ProcessGroup(collective_backend(config), int(scale.collective_timeout_s)),
+        torch_config=ProcessGroup(scale.backend, int(scale.collective_timeout_s), are_replaced=num_spares > 0),
         scaling_config=ray.train.ScalingConfig(
-            num_workers=num_workers,
+            num_workers=num_workers + num_spares if isinstance(num_workers, int) else num_workers,
             use_gpu=scale.gpus > 0,
             resources_per_worker=worker_resources(config),
             placement_strategy=scale.placement,

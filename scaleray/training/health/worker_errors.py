@@ -142,3 +142,13 @@ def _memory_advice(config: RunConfig, recipe: Recipe) -> str:
         f"Out of memory with micro-batches of {size} rows. {why}Use --batch.micro-size {size // 2}, "
         f"--memory.find-micro-size{more}, or activations.checkpointing."
     )
+
+
+def without_frames(exc: BaseException) -> None:
+    """Release the objects held by an error's frames: trainings, their groups, and the connections of these."""
+    current: BaseException | None = exc
+    seen: set[int] = set()
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        current.__traceback__ = None
+        current = current.__cause__ or current.__context__

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from scaleray.common.callbacks import callbacks_of
 from scaleray.config import Duration, RunConfig
 from scaleray.config.checkpoint import NOTHING_SAVED
 from scaleray.config.parallel import Degrees
@@ -80,6 +81,8 @@ class TrainJob:
                 f"this IterableDataset deals its rows out by {train.dealt_by}, for a fixed number of workers",
                 "give one number, or do not deal rows out: every worker then reads all rows and uses its own",
             )
+        if self.config.recovery.spares:
+            self._check_recovery(train)
         check_row_lengths(self.config, self.splits[TRAIN])
         for split in self.splits.values():
             if self.config.deterministic and not split.row_values.are_repeatable:
@@ -88,6 +91,17 @@ class TrainJob:
                     f"is not repeatable, as deterministic requires: {split.row_values.difference}",
                     f"{split.row_values.advice}, or train without --deterministic",
                 )
+
+    def _check_recovery(self, train: Split) -> None:
+        """Check that a spare can read the rows of any worker, and that no state is known to one worker alone."""
+        own_state = [each for each in callbacks_of(self.workload) if callable(getattr(each, "state_dict", None))]
+        why = ""
+        if train.is_streamed or train.dealt_by:
+            why = f"{'a Ray ' if train.is_streamed else 'this Iterable'}Dataset deals its rows out to the workers"
+        elif own_state:
+            why = f"{type(own_state[0]).__name__} has a state of its own on each worker, which is lost with it"
+        if why:
+            raise ConfigError("recovery.spares", self.config.recovery.spares, why, "leave it out")
 
     @property
     def sample_order(self) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from scaleray.checkpoints import sharded
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.damage import Damage
 from scaleray.checkpoints.manifest import Incomplete, Manifest
@@ -27,6 +28,7 @@ from scaleray.records.run_record import CheckpointRecord, EventRecord
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.items import PROGRESS, REPLICA, as_json
+from scaleray.training.state.live_state import LiveState
 from scaleray.training.state.optimizer_state import Rates
 from scaleray.training.state.training_state import TrainState
 from scaleray.training.step.evaluation import check_split, unknown_metric
@@ -66,8 +68,9 @@ class Checkpointing:
         control: Control | None = None,
         facts: Mapping[str, Any] | None = None,
         before_publishing: Callable[[], Mapping[str, Any]] = dict,
+        live: LiveState | None = None,
     ) -> None:
-        self.job, self.place, self.catalog = job, place, catalog
+        self.job, self.place, self.catalog, self.live = job, place, catalog, live
         self.emit = emit = Guard().wrapped(Watcher.MESSAGES, emit)
         self.control, self.facts = control or Control(), dict(facts or {})
         settings = job.config.checkpoint
@@ -97,13 +100,16 @@ class Checkpointing:
         self.resumed_from: Manifest | None = None
         self.saved_at = self.asked_at = time.monotonic()
         self.noticed: frozenset[str] = frozenset()
-        self._state: TrainState | None = None
+        self.state: TrainState | None = None
 
     def find(self) -> int:
         """The step to start from: that of the newest checkpoint with all its bytes, or 0. Collective.
 
         Damaged files are healed from their copy; a checkpoint that cannot be healed is skipped with an event. Raises
         CheckpointError on every rank for one that this version cannot read."""
+        if self.live is not None and (manifest := self.live.share(self.place)) is not None:
+            self.resumed_from, self.job = manifest, self.job.continued(manifest.values[PROGRESS])
+            return manifest.step
         for step in self._agreed(self.catalog.steps):
             manifest = self._read(step)
             if manifest is None:
@@ -134,26 +140,31 @@ class Checkpointing:
         Collective."""
         if self.retention.best is not None and self.retention.keep_best:
             check_split("checkpoint.best", self.retention.best, self.job)
-        self._state = state
+        self.state = state
         state.capture()  # what cannot be saved is better said now than after ten minutes
         if self.resumed_from is not None:
-            before = self.resumed_from.values[PROGRESS]["global_batch_size"]
-            own_rates = Rates.of(state.setup)
-            state.restore(self.resumed_from, self.catalog.stores, self.group)
-            rate = _first_rate(state)
-            if before != self.job.recipe.global_batch_size:
-                own_rates.put_back(state.setup, position=self.job.steps_before())
-            elif self._has_other_rates(self.resumed_from, state):  # a change that was allowed
-                position = getattr(state.setup.schedule, "last_epoch", self.resumed_from.step)
-                own_rates.put_back(state.setup, position=position)
-            self.saver.start_from(self.resumed_from)
+            if self.live is not None and self.live.is_continued:
+                state.restore(self.resumed_from, self.live.load)
+            else:
+                self._resume(self.resumed_from, state)
             self._measured = self._best_until(self.resumed_from.step) if self.place.rank == 0 else {}
-            if self.place.rank == 0:
-                text = _resumed(self.resumed_from, self.place.world_size, self.job)
-                if before == self.job.recipe.global_batch_size and (now := _first_rate(state)) != rate:
-                    text += f"; the learning rate of the next step is {now:g} instead of {rate:g}"
-                self.emit(EventRecord(text, kind="resumed", step=self.resumed_from.step))
         self.saved_at = time.monotonic()
+
+    def _resume(self, manifest: Manifest, state: TrainState) -> None:
+        """Restore a stored state. Collective."""
+        before, own_rates = manifest.values[PROGRESS]["global_batch_size"], Rates.of(state.setup)
+        state.restore(manifest, lambda tensors: sharded.load(tensors, self.catalog.stores, manifest, self.group))
+        rate = _first_rate(state)
+        if before != self.job.recipe.global_batch_size:
+            own_rates.put_back(state.setup, position=self.job.steps_before())
+        elif self._has_other_rates(manifest, state):  # a change that was allowed
+            own_rates.put_back(state.setup, position=getattr(state.setup.schedule, "last_epoch", manifest.step))
+        self.saver.start_from(manifest)
+        if self.place.rank == 0:
+            text = _resumed(manifest, self.place.world_size, self.job)
+            if before == self.job.recipe.global_batch_size and (now := _first_rate(state)) != rate:
+                text += f"; the learning rate of the next step is {now:g} instead of {rate:g}"
+            self.emit(EventRecord(text, kind="resumed", step=manifest.step))
 
     def _has_other_rates(self, manifest: Manifest, state: TrainState) -> bool:
         """Whether a section of the config that rates and their schedule depend on has changed."""
@@ -224,14 +235,14 @@ class Checkpointing:
 
     def save(self, step: int) -> None:
         """Begin a checkpoint now. Collective."""
-        assert self._state is not None
-        if self._state.callbacks is not None:
-            self._state.callbacks.before_checkpoint()
-        if found := self._state.unsaved():
+        assert self.state is not None
+        if self.state.callbacks is not None:
+            self.state.callbacks.before_checkpoint()
+        if found := self.state.unsaved():
             self._say(found)
-        self._state.setup.parallel.before_evaluation()  # buffers as on rank 0, as the next forward pass would make them
+        self.state.setup.parallel.before_evaluation()  # buffers as on rank 0, as the next forward pass would make them
         self.before_update()  # an optimizer with a mode of evaluation gives its average in the place of the weights
-        tensors, volatile, values = self._state.capture(is_saved=True)
+        tensors, volatile, values = self.state.capture(is_saved=True)
         self.saver.save(
             step, tensors, volatile=volatile, values=values, facts={**self.facts, **evaluation_facts(values[PROGRESS])}
         )
@@ -241,14 +252,14 @@ class Checkpointing:
     def finish(self, step: int) -> None:
         """Finish after the last step and its evaluation: save the state if checkpoints are requested or it is among the
         best, and wait until it is written. Collective."""
-        assert self._state is not None
-        if found := self._state.unsaved():
+        assert self.state is not None
+        if found := self.state.unsaved():
             self._say(found)
         self.saver.wait()
         if (
             self.saver.last_saved == step
         ):  # perhaps before the last evaluation, which changes nothing but what is known of it
-            progress = as_json(PROGRESS, self._state.get_progress())
+            progress = as_json(PROGRESS, self.state.get_progress())
             self.saver.restate({PROGRESS: progress}, evaluation_facts(progress))
         elif self.job.recipe.checkpoint_every_steps is not None or self._best_step == step:
             self.save(step)
@@ -257,7 +268,7 @@ class Checkpointing:
             # rank 0 may be removing old ones still, for longer than the training's own collectives wait
             dist.barrier(group=self.group)
         # the training knows these checkpoints, and its memory would stay until Python looks for such circles
-        self._state = None
+        self.state = None
 
     def _best_until(self, step: int) -> dict[int, Mapping[str, float]]:
         """The metrics of the existing best checkpoints up to `step`."""

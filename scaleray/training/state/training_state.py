@@ -13,14 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from scaleray.checkpoints import sharded
 from scaleray.checkpoints.consolidated import reshape_buffers
 from scaleray.checkpoints.manifest import Manifest
-from scaleray.checkpoints.storage import Store
 from scaleray.common.equal_models import dense_parts
 from scaleray.common.seeding import random_state, seed_everything, set_random_state, stream_seed
 from scaleray.config.parallel import Degrees
@@ -86,9 +83,10 @@ class TrainState:
     def __post_init__(self) -> None:
         object.__setattr__(self, "attributes", plain_attributes(self.setup.parallel.module))
 
-    def capture(self, *, is_saved: bool = False) -> tuple[Tensors, set[str], dict[str, Values]]:
+    def capture(self, *, is_saved: bool = False, is_own: bool = False) -> tuple[Tensors, set[str], dict[str, Values]]:
         """(references to tensors, names of those that a forward pass may change, values by item as JSON). Collective.
-        is_saved: for a checkpoint, which holds the replicas' mean in addition to their differences.
+        is_saved: for a checkpoint, which holds the replicas' mean in addition to their differences. is_own: without
+        communication, for replicas whose callbacks have no state; other ranks' attributes are taken to be this one's.
         """
         module, parallel = self.setup.parallel.module, self.setup.parallel
         tensors, extra = model_state(module)
@@ -119,6 +117,7 @@ class TrainState:
         callback_values = self._each_ranks(as_json(CALLBACKS, mine))
         tensors.update(workload_tensors | callback_tensors)
         volatile |= workload_tensors.keys() | callback_tensors.keys()
+        changed = changed_attributes(module, self.attributes)
         values = {
             MODEL: extra,
             OPTIMIZER: optimizer_values,
@@ -129,14 +128,14 @@ class TrainState:
             AVERAGING: {"num_updates": self.setup.averaging.num_updates},
             WORKLOAD: workload_values,
             CALLBACKS: callback_values,
-            ATTRIBUTES: self.place.gathered(changed_attributes(module, self.attributes)),
+            ATTRIBUTES: [changed] * self.place.world_size if is_own else self.place.gathered(changed),
             **({STRATEGY: {DEGREES: self.place.mesh.text()}} if parallel.replicas_differ else {}),
         }
         return tensors, volatile, {item: as_json(item, value) for item, value in values.items()}
 
-    def restore(self, manifest: Manifest, stores: list[Store], group: dist.ProcessGroup | None) -> None:
-        """Restore a checkpoint in place. Collective over `group`. Raises CheckpointError for another model, and
-        Incomplete for bytes that are missing or changed."""
+    def restore(self, manifest: Manifest, load: Callable[[Tensors], None]) -> None:
+        """Restore a checkpoint in place. load: fills tensors by name, see `sharded.load`. Collective if it is. Raises
+        CheckpointError for another model, and the errors of `load`."""
         module, optimizer, parallel = self.setup.parallel.module, self.setup.optimizer, self.setup.parallel
         for item in (MODEL, BUFFERS):
             saved = {name.partition(".")[2]: tensor for name, tensor in tensors_of(manifest, item).items()}
@@ -168,7 +167,7 @@ class TrainState:
         strategy = strategy if same_replicas else {}
         kept = {**self._masks(), **self._averages()}
         masks = {name: value for name, value in kept.items() if name in manifest.tensors}
-        sharded.load({**model, **templates, **own, **drawn, **strategy, **masks}, stores, manifest, group)
+        load({**model, **templates, **own, **drawn, **strategy, **masks})
         if self._averages().keys() <= manifest.tensors.keys():
             self.setup.averaging.num_updates = manifest.values.get(AVERAGING, {}).get("num_updates", 0)
         else:
@@ -179,7 +178,7 @@ class TrainState:
         if parallel.replicas_differ and same_replicas and any(name.startswith(mine_too) for name in manifest.tensors):
             # over the mean that was just loaded, into the same memory
             replica = {f"{mine_too}{name}": tensor for name, tensor in {**model, **templates}.items()}
-            sharded.load({k: v for k, v in replica.items() if k in manifest.tensors}, stores, manifest, group)
+            load({k: v for k, v in replica.items() if k in manifest.tensors})
         if manifest.values.get(MODEL):
             module.load_state_dict(manifest.values[MODEL], strict=False)
         set_plain_attributes(module, self._own_attributes(manifest.values.get(ATTRIBUTES, [])))

@@ -20,6 +20,10 @@ from scaleray.training.setup.precision import as_dtype
 from scaleray.training.setup.weighted_losses import losses_of
 from scaleray.workload import own_method
 
+ALIGNMENT = 64
+"""Bytes to which torch aligns the memory of its own tensors. Kernels of a CPU round differently at other addresses, and
+NumPy's arrays begin at any multiple of 16: equal batches would have losses that differ in their last bits."""
+
 
 def micro_batches(batch: RankBatch, size: int, *, at_least: int = 1) -> Iterator[tuple[dict[str, Any] | Made, int]]:
     """Slices of at most `size` rows, or batches already made by `collate`, with the number of rows that count: 0 for a
@@ -123,6 +127,8 @@ def to_device(columns: dict[str, Any], device: torch.device, dtype: torch.dtype 
     tensors = {n: v if isinstance(v, torch.Tensor) else torch.from_numpy(v) for n, v in columns.items()}
     if device.type == "cuda":
         tensors = _copied_beside(tensors, device)
+    elif device.type == "cpu":
+        tensors = {n: t if t.data_ptr() % ALIGNMENT == 0 else t.clone() for n, t in tensors.items()}
     return {n: as_dtype(t, dtype) for n, t in tensors.items()}
 
 

@@ -337,11 +337,11 @@ class _Watched(Checkpointing):
         if self.probe.has_saved or self.resumed_from is not None:
             return
         super().save(step)
-        assert self._state is not None
-        self.probe.on_saved(step, self._state.digests())
+        assert self.state is not None
+        self.probe.on_saved(step, self.state.digests())
 
     def finish(self, step: int) -> None:
-        state = self._state
+        state = self.state
         super().finish(step)
         if state is not None and self.saver.last_saved == step:
             self.probe.on_restated(state.digests()[PROGRESS])

@@ -323,3 +323,20 @@ def test_a_static_graph_is_refused_with_accumulation_and_the_advice_works():
     assert error.what == "strategy.static_graph" and "--batch.micro-size 32" in str(error)
     assert recipe(batch__micro_size=32, **flags).accumulation_steps == 1
     assert recipe(batch__micro_size=8, strategy__static_graph=True).strategy == "single"
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({}, "under single each worker has a state of its own"),
+        ({"scale__workers": 2, "strategy__name": "fsdp"}, "under fsdp each worker has a state of its own"),
+        ({"scale__workers": {"min": 2, "max": 4}, "strategy__name": "ddp"}, "a fixed number of workers"),
+        ({"scale__workers": 2, "compression__name": "powersgd"}, "leaves a remainder on each worker"),
+        ({"scale__workers": 2, "shares__by": "speed"}, "depends on measured times"),
+        ({"scale__workers": 2, "memory__on_out_of_memory": "halve"}, "repeats steps as well"),
+    ],
+)
+def test_spares_need_copies_of_the_whole_state(flags, reason):
+    assert recipe(scale__workers=2, recovery__spares=1).strategy == "ddp"
+    error = refusal(recovery__spares=1, **flags)
+    assert str(error).startswith("recovery.spares is 1: ") and reason in str(error)

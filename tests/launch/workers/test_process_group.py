@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from scaleray.launch.workers.process_group import interface_of
+from scaleray.training.process_group import interface_of
 
 
 def test_an_address_is_found_on_the_interface_that_has_it():

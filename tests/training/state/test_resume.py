@@ -188,6 +188,7 @@ LOOP_STATELESS = {
     "attributes",  # read when training has ended
     "under_way",  # empty whenever something is saved
     "ahead",
+    "live",  # outlives the loop
 }  # fmt: skip
 MICRO_SIZES = {"now"} | {"config", "place", "reporter", "search"}  # saved, and no state
 NOISE = {"kept", "meter"} | {"guard"}

@@ -26,7 +26,7 @@ from scaleray.errors import DataError, RunFailedError, WorkloadError
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.step.first_batch import check_first_batch
-from scaleray.training.step.micro_batches import micro_batches
+from scaleray.training.step.micro_batches import micro_batches, to_device
 from scaleray.training.step.step import TrainStep
 from scaleray.training.step.sum_and_count import check_sum_and_count
 
@@ -342,3 +342,12 @@ def test_records_of_a_run_count_what_the_loss_counted():
     assert sum(step.count for step in finished.steps[:4]) == real.sum()  # one epoch of 26 rows
     assert [step.num_samples for step in finished.steps] == [8, 8, 8, 2] * 2
     assert finished.losses == pytest.approx(plain.losses, rel=1e-12)
+
+
+def test_columns_begin_where_torch_begins_its_own_tensors():
+    memory = np.zeros(64 + 32 * 8, dtype=np.uint8)
+    start = -memory.ctypes.data % 64 + 16
+    columns = {"x": memory[start : start + 128].view(np.float32), "y": torch.zeros(40)[3:]}
+    found = to_device(columns, torch.device("cpu"), None)
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in found.values())
+    assert [tuple(tensor.shape) for tensor in found.values()] == [(32,), (37,)]

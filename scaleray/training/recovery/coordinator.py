@@ -1,0 +1,223 @@
+"""The coordinator of a training whose workers may be lost: it decides which of them train, as which rank.
+
+It lives in a process that trains nothing. Workers connect to it by TCP and exchange lines of JSON; the end of a
+connection is the end of its worker. Each membership is an epoch with a store of its own, at which its members form
+their process group, so that no worker of an older epoch can join it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from scaleray.training.setup.stores import OwnedStore, StorePlace, open_store
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+HELLO, READY, LOST, BEAT, RANDOM, DONE = "hello", "ready", "lost", "beat", "random", "done"
+"""Messages of a worker: its facts; it waits for a group; its group is broken; it lives; its random state in a step; it
+has trained to the end."""
+GROUP, BROKEN, OVER = "group", "broken", "over"
+"""Messages to a worker: its next group; its group has lost a member; the training is over."""
+LONGEST_LINE = 2**22
+FIRST_GROUP_S = 20.0
+KEPT_STATES = 2
+"""Random states kept of each rank: members differ by at most one step."""
+
+
+@dataclass
+class _Worker:
+    """A connected worker. number: its number among all workers and spares."""
+
+    number: int
+    node: str
+    pid: int
+    writer: asyncio.StreamWriter
+    seen_at: float = field(default_factory=time.monotonic)
+    is_ready: bool = False
+    is_done: bool = False
+
+    @property
+    def text(self) -> str:
+        return f"worker {self.number} on {self.node} (process {self.pid})"
+
+    def send(self, kind: str, **values: Any) -> None:
+        self.writer.write(json.dumps({"kind": kind, **values}).encode() + b"\n")
+
+
+class Coordinator:
+    """Forms groups of `num_ranks` workers, and replaces lost members with spares as long as there are any.
+
+    host: address of this machine for the workers. token: secret that a worker must send. silent_s: seconds without a
+    sign of life after which a worker counts as lost, and is ended. first_group_s: seconds that the first group waits
+    for the workers with the lowest numbers before others take their ranks. end: ends a worker, given its number, node
+    and process id; by default it kills a process of this machine. say: receives a sentence about each loss."""
+
+    def __init__(
+        self,
+        host: str,
+        num_ranks: int,
+        *,
+        token: str,
+        silent_s: float,
+        first_group_s: float = FIRST_GROUP_S,
+        end: Callable[[int, str, int], None] | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.host, self.num_ranks, self.token, self.silent_s = host, num_ranks, token, silent_s
+        self.first_group_s, self._end, self._say = first_group_s, end or _kill, say
+        self.epoch, self.is_over = 0, False
+        self._is_running = False
+        self._workers: dict[int, _Worker] = {}
+        self._members: dict[int, _Worker] = {}
+        self._lost: list[str] = []
+        self._broken_at = 0.0
+        self._store: dist.Store | None = None
+        self._random: dict[int, dict[int, Any]] = {rank: {} for rank in range(num_ranks)}
+        self._started_at, self._name = time.monotonic(), time.strftime("%Y%m%d-%H%M%S")
+        self._loop = asyncio.new_event_loop()
+        is_up: threading.Event = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(is_up,), name="scaleray-coordinator", daemon=True)
+        self._thread.start()
+        is_up.wait()
+
+    @property
+    def place(self) -> StorePlace:
+        """Address for the workers."""
+        return StorePlace(self.host, self._port)
+
+    def close(self) -> None:
+        """Close all connections and end the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+
+    def _run(self, is_up: threading.Event) -> None:
+        asyncio.set_event_loop(self._loop)
+        server = self._loop.run_until_complete(asyncio.start_server(self._serve, self.host, 0, limit=LONGEST_LINE))
+        self._port: int = server.sockets[0].getsockname()[1]
+        is_up.set()
+        tasks = {self._loop.create_task(self._look())}
+        self._loop.run_forever()
+        server.close()
+        self._store = None
+        tasks |= asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        worker: _Worker | None = None
+        try:
+            while line := await reader.readline():
+                message = json.loads(line)
+                if worker is None:
+                    if not hmac.compare_digest(str(message.get("token", "")), self.token):
+                        return
+                    worker = _Worker(message["number"], message["node"], message["pid"], writer)
+                    self._workers[worker.number] = worker
+                worker.seen_at = time.monotonic()
+                self._take(worker, message)
+        except (OSError, ValueError, KeyError):  # a connection reset, or a line from elsewhere
+            pass
+        finally:
+            writer.close()
+            if worker is not None and self._workers.get(worker.number) is worker:
+                self._lose(worker)
+
+    def _take(self, worker: _Worker, message: dict[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == READY:
+            worker.is_ready = True
+            if self.is_over:
+                worker.send(OVER)
+            self._form()
+        elif kind == LOST and message["epoch"] == self.epoch:
+            self._break()
+        elif kind == RANDOM:
+            states = self._random[message["rank"]]
+            states[message["step"]] = message["state"]
+            for step in sorted(states)[:-KEPT_STATES]:
+                del states[step]
+        elif kind == DONE and self._is_running:
+            worker.is_done = True
+            self.is_over = all(member.is_done for member in self._members.values())
+            for other in self._workers.values() if self.is_over else ():
+                other.send(OVER)
+
+    def _lose(self, worker: _Worker) -> None:
+        """Forget a worker whose connection has ended."""
+        del self._workers[worker.number]
+        rank = next((rank for rank, member in self._members.items() if member is worker), None)
+        if rank is None or self.is_over:
+            return
+        del self._members[rank]
+        self._lost.append(f"rank {rank} ({worker.text})")
+        self._say(f"rank {rank} ({worker.text}) was lost")
+        self._break()
+        self._form()
+
+    def _break(self) -> None:
+        """End the current epoch: its members leave their group, and wait for the next one."""
+        if self._is_running and not self.is_over:
+            self._is_running, self._broken_at = False, time.time()
+            self._store = None  # so that no member waits there for one that is lost
+            for member in self._members.values():
+                member.send(BROKEN, epoch=self.epoch)
+
+    def _form(self) -> None:
+        """Begin the next epoch if there are enough workers, and all members of the last one have left it."""
+        if self._is_running or self.is_over or not all(member.is_ready for member in self._members.values()):
+            return
+        free = [rank for rank in range(self.num_ranks) if rank not in self._members]
+        members = list(self._members.values())
+        spares = sorted((w for w in self._workers.values() if w.is_ready and w not in members), key=lambda w: w.number)
+        if self.epoch == 0 and time.monotonic() - self._started_at < self.first_group_s:
+            spares = [worker for worker in spares if worker.number < self.num_ranks]
+        if len(spares) < len(free):
+            return
+        self._members.update(zip(free, spares, strict=False))
+        self.epoch += 1
+        self._is_running = True
+        owned = OwnedStore(self.host)
+        self._store = open_store(owned.place)
+        nodes = [self._members[rank].node for rank in range(self.num_ranks)]
+        for rank, member in self._members.items():
+            member.is_ready = member.is_done = False
+            member.send(
+                GROUP,
+                epoch=self.epoch,
+                name=f"{self._name}-{self.epoch}",
+                rank=rank,
+                nodes=nodes,
+                port=owned.place.port,
+                random=self._random[rank],
+                lost=self._lost,
+                broken_at=self._broken_at,
+            )
+        self._lost = []
+
+    async def _look(self) -> None:
+        """End workers that are silent: their process has stopped, or cannot be reached."""
+        while True:
+            await asyncio.sleep(self.silent_s / 4)
+            self._form()
+            for worker in list(self._workers.values()):
+                if time.monotonic() - worker.seen_at > self.silent_s and not self.is_over:
+                    with contextlib.suppress(OSError):
+                        self._end(worker.number, worker.node, worker.pid)
+                    worker.writer.close()
+                    self._lose(worker)
+
+
+def _kill(number: int, node: str, pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,175 @@
+"""A worker's connection to the coordinator of recoveries."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import queue
+import socket
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from scaleray.errors import PeerLostError
+from scaleray.training.process_group import join_group
+from scaleray.training.recovery.connections import GroupConnections
+from scaleray.training.recovery.coordinator import BEAT, BROKEN, DONE, HELLO, LOST, OVER, RANDOM, READY
+from scaleray.training.setup.stores import StorePlace
+
+RandomState = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Membership of this worker in one epoch. nodes: node of each rank. random: last random states of the rank, by
+    step, as its former holder sent them. lost: workers lost since the last epoch. broken_at: wall clock of that
+    loss."""
+
+    epoch: int
+    name: str
+    rank: int
+    nodes: tuple[str, ...]
+    store: StorePlace
+    random: dict[int, RandomState]
+    lost: tuple[str, ...]
+    broken_at: float
+
+    @property
+    def world_size(self) -> int:
+        """Number of members."""
+        return len(self.nodes)
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this worker among those on its node."""
+        return self.nodes[: self.rank].count(self.nodes[self.rank])
+
+    @property
+    def local_world_size(self) -> int:
+        """Number of workers on this worker's node."""
+        return self.nodes.count(self.nodes[self.rank])
+
+    def join(self, backend: str, timeout_s: float, device: str) -> None:
+        """Form the process group. Collective; it fails if a member is lost, since the coordinator closes the store."""
+        join_group(
+            self.store,
+            backend,
+            timeout_s,
+            name=self.name,
+            node=self.nodes[self.rank],
+            device=device,
+            rank=self.rank,
+            world_size=self.world_size,
+            local_rank=self.local_rank,
+            local_world_size=self.local_world_size,
+            node_rank=list(dict.fromkeys(self.nodes)).index(self.nodes[self.rank]),
+        )
+
+
+class Member:
+    """This worker's connection to the coordinator at `place`. number: its number among all workers and spares."""
+
+    def __init__(self, place: StorePlace, token: str, *, number: int, node: str, silent_s: float) -> None:
+        self.place, self.broken_epoch, self._epoch = place, 0, 0
+        self._connections = GroupConnections()
+        self._socket = socket.create_connection((place.host, place.port), timeout=silent_s * 10)
+        self._socket.settimeout(None)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._last_random: RandomState = {}
+        self._send(HELLO, token=token, number=number, node=node, pid=os.getpid())
+        threading.Thread(target=self._receive, name="scaleray-member", daemon=True).start()
+        threading.Thread(target=self._beat, args=(silent_s / 8,), name="scaleray-member-beat", daemon=True).start()
+
+    def next_group(self) -> Group | None:
+        """Wait for the next group; None if the training is complete. Raises PeerLostError without a coordinator."""
+        self._send(READY)
+        while (message := self._next())["kind"] == BROKEN:
+            pass  # of a group that this worker has left
+        if message["kind"] == OVER:
+            return None
+        self._epoch, self._last_random = message["epoch"], {}
+        self._connections = GroupConnections()
+        return Group(
+            message["epoch"],
+            message["name"],
+            message["rank"],
+            tuple(message["nodes"]),
+            StorePlace(self.place.host, message["port"]),
+            {int(step): _decoded(state) for step, state in message["random"].items()},
+            tuple(message["lost"]),
+            message["broken_at"],
+        )
+
+    def lose_group(self) -> None:
+        """Report that the group is broken, and end its collectives."""
+        self._send(LOST, epoch=self._epoch)
+        self._connections.close()
+
+    def keep_random(self, rank: int, step: int, state: RandomState) -> None:
+        """Send the random state of a rank in a step, if it has changed since the last time."""
+        last = self._last_random
+        if last.keys() != state.keys() or any(not torch.equal(last[name], value) for name, value in state.items()):
+            self._last_random = state
+            self._send(RANDOM, rank=rank, step=step, state=_encoded(state))
+
+    def complete(self) -> bool:
+        """Report that this worker has trained to the end, and return whether all others have as well; False if one was
+        lost before."""
+        self._send(DONE)
+        while (message := self._next())["kind"] == BROKEN and message["epoch"] != self._epoch:
+            pass
+        return message["kind"] == OVER
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._stop.set()
+        self._socket.close()
+
+    def _next(self) -> dict[str, Any]:
+        if (message := self._messages.get()) is None:
+            raise PeerLostError("the coordinator of recoveries is lost")
+        return message
+
+    def _send(self, kind: str, **values: Any) -> None:
+        data = json.dumps({"kind": kind, **values}).encode() + b"\n"
+        with self._lock:
+            try:
+                self._socket.sendall(data)
+            except OSError:  # the training continues without a coordinator, until a worker is lost
+                self._messages.put(None)
+
+    def _receive(self) -> None:
+        with self._socket.makefile("rb") as lines:
+            try:
+                for line in lines:
+                    message = json.loads(line)
+                    if message["kind"] == BROKEN:
+                        self.broken_epoch = message["epoch"]
+                        self._connections.close()
+                    self._messages.put(message)
+            except OSError:
+                pass
+        self._messages.put(None)
+
+    def _beat(self, every_s: float) -> None:
+        while not self._stop.wait(every_s):
+            self._send(BEAT)
+
+
+def _encoded(state: RandomState) -> dict[str, Any]:
+    return {
+        name: [str(value.dtype).removeprefix("torch."), base64.b64encode(value.numpy().tobytes()).decode()]
+        for name, value in state.items()
+    }
+
+
+def _decoded(state: dict[str, Any]) -> RandomState:
+    return {
+        name: torch.frombuffer(bytearray(base64.b64decode(data)), dtype=getattr(torch, dtype))
+        for name, (dtype, data) in state.items()
+    }
