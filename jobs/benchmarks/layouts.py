@@ -14,6 +14,7 @@ import os
 import random
 import statistics
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,12 @@ from scaleray.launch.workers.gloo import UserCode, gloo_processes
 from scaleray.parallel import ring_attention
 from scaleray.records.run_record import StepRecord
 from scaleray.training import loop
+from scaleray.training.health import flight_recorder
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.rank_context import RankContext
 
-ROWS, MICRO_BATCHES, BLOCKS, EXPERTS = 32, 4, 4, 4
+ROWS, MICRO_BATCHES, BLOCKS, EXPERTS = 32, 2, 2, 4
+SEQUENCE_LENGTH = 16
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 PAIRS = tuple(f"{first} 2 x {second} 2" for i, first in enumerate(AXES) for second in AXES[i + 1 :])
 TRIPLES = (
@@ -43,12 +46,13 @@ TRIPLES = (
 WITH_EXPERTS = ("replicate 2 x expert 2",)
 RING = ("overlapped", "in turn")
 RULES = """\
-A Llama of {blocks} blocks over {rows} rows of 64 bytes a step in {micro_batches} micro-batches; one worker's step sleeps {step_ms:g} ms in its
-blocks, of which `tensor` and `context` leave each worker its share of every row. {steps} steps a run, the first {warmup} left out; {repeats} runs
-of each layout in random order (seed {seed}), gloo workers of one thread. `alone`: what the axes alone predict, the time of one worker times,
-for each axis, the time with that axis alone on two workers over that of one worker, in the same round. `beyond`: the measured time over it,
-less one. `expert` lies inside `shard` and is measured with a mixture of {experts} experts. Load and CPU seconds of all workers' steps are those
-of the layout's runs. Median (smallest-largest)."""
+A Llama of {blocks} blocks of width 8 over {rows} rows of {length} bytes a step in {micro_batches} micro-batches, so small that its arithmetic is
+little: what is left of it is Python and gloo. One worker's step sleeps {step_ms:g} ms in its blocks, of which `tensor` and `context` leave each
+worker its share of every row. {steps} steps a run, the first {warmup} left out; {repeats} runs of each layout in random order (seed {seed}), gloo
+workers of one thread. `alone`: what the axes alone predict, the time of one worker times, for each axis, the time with that axis alone on two
+workers over that of one worker, in the same round. `beyond`: the measured time over it, less one. `expert` lies inside `shard` and is measured
+with a mixture of {experts} experts. `calls`: collectives that the first worker issues in a step; messages between two workers (of a pipeline and
+a ring) are not counted. CPU s: of all workers' processes over the run, setup included, divided by its steps. Median (smallest-largest)."""
 
 
 def degrees_of(layout: str) -> dict[str, int]:
@@ -72,7 +76,14 @@ def make_job(layout: str, mixture: bool, arguments: argparse.Namespace) -> tuple
     data = degrees.get("replicate", 1) * degrees.get("shard", 1)
     share = 1 / (degrees.get("tensor", 1) * degrees.get("context", 1))
     per_row = arguments.step_ms / 1e3 / 3 / ROWS / BLOCKS  # a forward pass takes a third of a step
-    model = {"size": "1m", "width": 32, "num_blocks": BLOCKS, "num_heads": 2, "sequence_length": 64, "ffn_width": 64}
+    model = {
+        "size": "1m",
+        "width": 8,
+        "num_blocks": BLOCKS,
+        "num_heads": 2,
+        "ffn_width": 8,
+        "sequence_length": SEQUENCE_LENGTH,
+    }
     config = load_config(
         harness.REPOSITORY / "jobs" / "language_model.yaml",
         flags={
@@ -105,15 +116,23 @@ def make_job(layout: str, mixture: bool, arguments: argparse.Namespace) -> tuple
 
 
 def train(place: RankContext, job: TrainJob, sources: Any) -> dict[str, Any]:
-    """One worker's run: seconds of its steps, and CPU seconds of all workers."""
+    """One worker's run: seconds of its steps, CPU seconds of all workers, and collectives by name in a late step."""
     torch.set_num_threads(1)
-    records: list[Any] = []
+    steps: list[tuple[int, float]] = []
+
+    def take(record: Any) -> None:
+        if isinstance(record, StepRecord):
+            steps.append((time.time_ns(), record.step_time_s))
+
     started = time.process_time()
-    loop.run(job, place, sources=sources, emit=records.append)
+    loop.run(job, place, sources=sources, emit=take)
     cpu_s = torch.tensor([time.process_time() - started], dtype=torch.float64)
+    entries = flight_recorder.entries_without_lines() or []
+    calls = [e for e in entries if steps and steps[-3][0] <= int(e["time_created_ns"]) < steps[-2][0]]
     if place.world_size > 1:
         dist.all_reduce(cpu_s)
-    return {"steps": [r.step_time_s for r in records if isinstance(r, StepRecord)], "cpu_s": cpu_s.item()}
+    names = Counter(e["profiling_name"].removeprefix("gloo:") for e in calls)
+    return {"steps": [s for _, s in steps], "cpu_s": cpu_s.item() / len(steps or [0]), "calls": dict(names)}
 
 
 def measure(processes: Any, side: str, arguments: argparse.Namespace) -> harness.Measurement:
@@ -122,7 +141,12 @@ def measure(processes: Any, side: str, arguments: argparse.Namespace) -> harness
     job, sources = make_job(layout, mixture, arguments)
     found = processes.run(job.world_size, train, job, sources, workload=None)
     steps = found["steps"][arguments.warmup_steps :]
-    return {"step_ms": 1e3 * statistics.median(steps), "cpu_s": found["cpu_s"], "load": os.getloadavg()[0]}
+    return {
+        "step_ms": 1e3 * statistics.median(steps),
+        "cpu_s": found["cpu_s"],
+        "calls": found["calls"],
+        "load": os.getloadavg()[0],
+    }
 
 
 def alone(side: str) -> list[str]:
@@ -178,9 +202,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="*", default=[*PAIRS, *TRIPLES, *(f"mixture {one}" for one in WITH_EXPERTS)])
     parser.add_argument("--repeats", type=int, default=3, help="runs of each layout")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--warmup-steps", type=int, default=2)
-    parser.add_argument("--step-ms", type=float, default=1600.0, help="sleep of one worker's step")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--warmup-steps", type=int, default=1)
+    parser.add_argument("--step-ms", type=float, default=8000.0, help="sleep of one worker's step")
     parser.add_argument("--exchange", choices=["heads", "ring"], default="ring")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--results", type=Path, default=harness.RESULTS)
@@ -200,7 +224,7 @@ def main() -> None:
             found = processes.run(min(4, most), ring, side, 4, 0.02, workload=None)
             rings.append({"side": side, "round": number, **found})
     rules = RULES.format(
-        blocks=BLOCKS, rows=ROWS, micro_batches=MICRO_BATCHES, experts=EXPERTS, step_ms=arguments.step_ms,
+        blocks=BLOCKS, rows=ROWS, length=SEQUENCE_LENGTH, micro_batches=MICRO_BATCHES, experts=EXPERTS, step_ms=arguments.step_ms,
         steps=arguments.steps, warmup=arguments.warmup_steps, repeats=arguments.repeats, seed=arguments.seed,
     )  # fmt: skip
     text = f"{rules}\n\n{_table(measurements, sides)}\n\n{_ring_table(rings)}"
@@ -237,11 +261,12 @@ def _table(measurements: list[harness.Measurement], sides: list[str]) -> str:
                 harness.show([m["step_ms"] for m in mine]),
                 harness.show(predicted) if alone(side) else "",
                 harness.show(beyond, "{:+.1f}") if alone(side) else "",
-                harness.show([m["cpu_s"] for m in mine], "{:.1f}"),
+                str(sum(mine[-1]["calls"].values())),
+                harness.show([m["cpu_s"] for m in mine], "{:.2f}"),
                 harness.show([m["load"] for m in mine], "{:.1f}"),
             ]
         )
-    header = ["workers", "layout", "step ms", "alone ms", "beyond %", "CPU s", "load"]
+    header = ["workers", "layout", "step ms", "alone ms", "beyond %", "calls", "CPU s", "load"]
     return harness.table(header, rows)
 
 
