@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from small_runs import NUM_CLASSES, NUM_FEATURES, Classify, TiedAndFrozen, Tokens, WithBatchNorm, WithDropout
 from torch import nn
@@ -205,3 +206,14 @@ def test_a_warm_up_that_is_not_ddp_is_found_in_its_first_step(gloo):
     flags = {"local_sgd.sync_every": 2, "local_sgd.warmup_steps": 2}
     outcome = gloo.run(2, judge_with, no_warm_up, Classify(), flags)[0]
     assert found(outcome)[1] == 1
+
+
+def groups_left(place):
+    """Number of process groups after a variant."""
+    assert judge(place, Classify(), {"strategy.name": "pipeline"}, 2, resumes=True).verdict == "equal"
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+@pytest.mark.combination
+def test_a_variant_leaves_no_process_groups_whose_files_would_add_up(gloo):
+    assert gloo.run(2, groups_left) == [1, 1]

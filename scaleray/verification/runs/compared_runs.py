@@ -9,13 +9,14 @@ import contextlib
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.storage import Store
@@ -299,14 +300,12 @@ class Runs:
         self, job: TrainJob, place: RankContext, probe: TraceProbe, *, folder: str | None, hands_on: bool = False
     ) -> Trace:
         """Run a job. hands_on: export its final weights, as at the end of a training."""
-        checkpointing = None
-        options: dict[str, Any] = {}
+        before, options = list(_world.pg_map), dict[str, Any]()
         if hands_on:
             job = job.changed({"checkpoint.save_final": True})
             options["save_weights"] = probe.take_weights
         if folder is not None:
-            checkpointing = _Watched(probe, job, place, Catalog.of_run(folder), emit=lambda message: None)
-            options["checkpointing"] = checkpointing
+            options["checkpointing"] = _Watched(probe, job, place, Catalog.of_run(folder), emit=lambda message: None)
         try:
             with same_switches():
                 loop.run(job, place, sources=self.sources, emit=probe.on_message, probe=probe, **options)
@@ -314,9 +313,17 @@ class Runs:
                 probe.gather_weights()
         finally:
             probe.let_go()
-        if checkpointing is not None and checkpointing.group is not None:
-            dist.destroy_process_group(checkpointing.group)
+        if place.world_size > 1:
+            _end_groups_but(before)
         return probe.trace(loss_dtype=job.workload.loss_dtype, quieted=tuple(job.workload.found))
+
+
+def _end_groups_but(kept: Collection[dist.ProcessGroup]) -> None:
+    """Destroy the process groups that a training has made. Collective. Each has threads and open files, of which the
+    system allows a process 1024 by default: those of twenty layouts of 8 workers."""
+    dist.barrier()  # a rank that is behind still receives over them
+    for group in [group for group in _world.pg_map if group not in kept]:
+        dist.destroy_process_group(group)
 
 
 class _Watched(Checkpointing):
