@@ -95,7 +95,7 @@ def make_job(layout: str, mixture: bool, arguments: argparse.Namespace) -> tuple
                 **model,
                 **({"num_experts": EXPERTS} if mixture else {}),
                 "block_s_per_row": per_row * share,
-                "first_pass": arguments.warmup_steps * MICRO_BATCHES,
+                "free_passes": arguments.warmup_steps * MICRO_BATCHES,
             },
             "batch.global_size": ROWS,
             "batch.micro_size": ROWS // data // MICRO_BATCHES,

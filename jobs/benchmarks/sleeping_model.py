@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from scaleray.emulation import Timing, emulate
+from scaleray.emulation import BACKWARD, Timing, emulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from language_model import LanguageModel
@@ -17,24 +17,28 @@ from language_model import LanguageModel
 
 @dataclass(frozen=True, kw_only=True)
 class LateTiming(Timing):
-    """Timing of a layer whose first passes take no time, as those that only fill caches."""
+    """Timing of layers that take no time until each has made some backward passes, as in steps that only fill caches."""
 
-    first_pass: int = 0
-    """Number of the first pass that sleeps."""
+    free_passes: int = 0
+    begun: dict[int, int] = field(default_factory=dict)
+    """Backward passes by layer."""
 
-    def duration_s(self, direction: str, *, number: int, **of: Any) -> float:
-        return 0.0 if number < self.first_pass else super().duration_s(direction, number=number, **of)
+    def duration_s(self, direction: str, *, layer: int, **of: Any) -> float:
+        begun = self.begun.get(layer, 0)
+        if direction == BACKWARD:
+            self.begun[layer] = begun + 1
+        return 0.0 if begun < self.free_passes else super().duration_s(direction, layer=layer, **of)
 
 
 class SleepingModel(LanguageModel):
     """The byte-level model, whose blocks also sleep. block_s_per_row: of a forward pass; a backward pass takes twice as long.
 
-    first_pass: number of the first pass that sleeps.
+    free_passes: backward passes of a block before it sleeps.
     """
 
-    def __init__(self, block_s_per_row: float, first_pass: int = 0, **arguments: Any) -> None:
+    def __init__(self, block_s_per_row: float, free_passes: int = 0, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.timing = LateTiming(forward_s_per_sample=block_s_per_row, first_pass=first_pass)
+        self.timing = LateTiming(forward_s_per_sample=block_s_per_row, free_passes=free_passes)
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
