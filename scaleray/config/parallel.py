@@ -168,10 +168,11 @@ def degrees_of(settings: ParallelSettings, strategy: str, workers: int) -> Degre
         )  # fmt: skip
     known["expert"] = settings.expert or 1
     found = Degrees(**known, **({rest: workers // product} if rest else {}))
-    if (found.shard * found.context) % found.expert:
+    if (shared := found.shard * found.context) % found.expert:
         raise ConfigError(
             "parallel.expert", found.expert,
             f"it must divide shard x context, which is {found.shard} x {found.context}",
+            f"possible: {', '.join(str(n) for n in range(1, shared + 1) if shared % n == 0)}",
         )  # fmt: skip
     for axis, degree in asdict(found).items():
         if degree > 1 and axis == "expert" and axis not in traits.axes:

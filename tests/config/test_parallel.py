@@ -8,6 +8,7 @@ from scaleray.config import load_config
 from scaleray.config.parallel import Degrees, all_degrees
 from scaleray.config.recipe.derive import resolve_strategy
 from scaleray.errors import ConfigError
+from scaleray.launch.run.train import check_degrees
 
 NEEDED = {"workload.name": "m:W", "batch.global_size": 64, "optimizer.learning_rate": 0.1, "stop.after": "1 epoch"}
 
@@ -66,6 +67,12 @@ def test_what_is_not_given_is_the_rest_of_the_workers(workers, values, strategy,
 def test_degrees_that_do_not_fit_are_refused_by_name(workers, values, says):
     with pytest.raises(ConfigError, match=f"(?s){says}"):
         config_of(workers, **values).degrees()
+
+
+def test_degrees_that_do_not_fit_are_refused_before_a_cluster_is_asked_for_room():
+    config = config_of(4, parallel__tensor=2, parallel__pipeline=2, parallel__shard=2)
+    with pytest.raises(ConfigError, match="must be a multiple of their product, 8"):
+        check_degrees(config)
 
 
 def test_only_one_degree_is_the_rest():

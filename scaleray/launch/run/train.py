@@ -173,7 +173,7 @@ def run_training(
     resolve_strategy(config)
     _check_number_of_workers(config, local=local and not in_processes)
     if request.before is None:
-        _check_degrees(config)
+        check_degrees(config)
     tracking_uri = store.resolve_uri(config.tracking.uri)
     store.check_reachable(tracking_uri)
     check_policy(config)
@@ -224,14 +224,16 @@ def _check_number_of_workers(config: RunConfig, *, local: bool) -> None:
         )
 
 
-def _check_degrees(config: RunConfig) -> None:
-    """Refuse degrees on a single worker, which would have no effect."""
+def check_degrees(config: RunConfig) -> None:
+    """Refuse degrees on a single worker, which would have no effect, and those that do not multiply to the workers."""
     asked = {name: degree for name, degree in config.parallel if isinstance(degree, int) and degree > 1}
     if config.scale.max_workers == 1 and asked:
         least = config.parallel.least_workers(config.strategy.name)
         text = " x ".join(f"{name} {degree}" for name, degree in asked.items())
         allowed = f"scale.workers is 1, and must be a multiple of {least}"
         raise ConfigError("parallel", text, allowed, f"use --scale.workers {least}, or leave the degrees out")
+    if isinstance(config.scale.workers, int):
+        config.degrees()  # before Ray starts, which may have room for fewer workers
 
 
 def _guarded(
