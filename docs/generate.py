@@ -19,7 +19,10 @@ from tested_files import tested_files_page
 from scaleray.common import metric_names
 from scaleray.common.metric import RANK_LABELS, RUN_LABELS
 from scaleray.common.private_parts import PARTS, SWITCH, PrivatePart
+from scaleray.config.parallel import AXES, ParallelSettings, degrees_of
 from scaleray.config.reference import key_rows
+from scaleray.config.strategy_traits import TRAITS
+from scaleray.errors import ConfigError, first_line
 from scaleray.live.rules.rule_evaluator import RULES
 from scaleray.records.schemas import SCHEMAS
 
@@ -199,16 +202,22 @@ def layouts_page() -> str:
         NOTE,
         "",
         f"Largest relative distance to one process in float64, over {found['steps']} steps with an epoch's end, a resume from one process,",
-        "clipping and evaluations, with the given numbers of micro-batches in each worker's step. From",
-        "`scaleray verify -c jobs/language_model.yaml --local --layouts all --accumulation 1,3 --steps 4` with sequences of 16 tokens and",
-        "contexts in a ring; experts with `--workload.args.num-experts 4`,",
-        f"{found['date']}, two cores ([figures and command](../{path.relative_to(FOLDER.parent)})).",
+        "clipping and evaluations, with the given numbers of micro-batches in each worker's step, with sequences of 16 tokens. Two cores",
+        f"([figures and whole commands](../{path.relative_to(FOLDER.parent)})); the last column has the number of the command:",
         "",
-        "| workers | layout | micro-batches | loss | gradient norm | final values |",
-        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"{number}. {run['date']}: `{run['command'].partition(' --workload.')[0]}`{run['note'] and ', '}{run['note']}"
+        for number, run in enumerate(found["runs"], 1)
+    ]
+    lines += [
+        "",
+        "| workers | layout | micro-batches | loss | gradient norm | final values | from |",
+        "|---|---|---|---|---|---|---|",
     ]
     refused = []
-    for one in found["outcomes"]:
+    outcomes = [(one, number) for number, run in enumerate(found["runs"], 1) for one in run["outcomes"]]
+    for one, number in sorted(outcomes, key=lambda pair: pair[0]["world_size"]):
         layout = one["layout"] or one["strategy"]
         if one["verdict"] == "refused":
             refused.append(f"| {one['world_size']} | {layout} | {one['words']} |")
@@ -216,9 +225,39 @@ def layouts_page() -> str:
         distances = (one["comparison"][name] for name in ("loss", "grad_norm", "parameters"))
         figures = " | ".join(f"{distance:.1e}" for distance in distances)
         verdict = "" if one["verdict"] == "equal" else f" **{one['verdict']}**"
-        lines.append(f"| {one['world_size']} | {layout}{verdict} | {one['accumulation']} | {figures} |")
-    reasons = ["", "## Refused", "", "| workers | layout | reason |", "|---|---|---|", *dict.fromkeys(refused)]
-    return "\n".join([*lines, *(reasons if refused else []), ""])
+        lines.append(f"| {one['world_size']} | {layout}{verdict} | {one['accumulation']} | {figures} | {number} |")
+    reasons = [
+        "",
+        "## Refused for this model",
+        "",
+        "| workers | layout | reason |",
+        "|---|---|---|",
+        *dict.fromkeys(refused),
+    ]
+    return "\n".join([*lines, *(reasons if refused else []), "", *_axes_of_strategies(), ""])
+
+
+def _axes_of_strategies() -> list[str]:
+    """Table of the axes that each strategy combines, with the reasons for those that are refused although all axes around them exist."""
+    axes = (*AXES, "expert")
+    lines = [
+        "## Refused for any model",
+        "",
+        "Axes that each strategy combines in any product (`scaleray/config/strategy_traits.py`). The others are refused before workers start:",
+        "`parallel.tensor is 2: strategy.name is ddp, which has no such axis`.",
+        "",
+        f"| strategy | {' | '.join(axes)} |",
+        "|---" * (1 + len(axes)) + "|",
+    ]
+    reasons = []
+    for strategy, traits in list(TRAITS.items())[1:]:  # without `single`
+        lines += [f"| `{strategy}` | {' | '.join('yes' if axis in traits.axes else '' for axis in axes)} |"]
+        if "shard" in traits.axes and "expert" not in traits.axes:
+            try:
+                degrees_of(ParallelSettings(shard=2, expert=2), strategy, 8)
+            except ConfigError as exc:
+                reasons.append(f"- `{strategy}`: {first_line(exc)}")
+    return [*lines, "", *reasons]
 
 
 def _codes(names: Iterable[str]) -> str:
