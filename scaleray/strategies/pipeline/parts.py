@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from scaleray.common.printed import quantity
 from scaleray.config import RunConfig
 from scaleray.config.recipe.pipeline_bubble import bubble_share
 from scaleray.errors import WorkloadError
@@ -325,7 +326,7 @@ def cut(model: nn.Module, config: RunConfig, workload: Any, num_workers: int) ->
         raise WorkloadError(
             "the model",
             f"made of {len(blocks)} blocks",
-            f"{num_workers} workers with {each} stages each need {num_workers * each}",
+            f"{num_workers} workers with {quantity(each, 'stage')} each need {num_workers * each}",
             "use a smaller parallel.pipeline or pipeline.stages_per_worker",
         )
     return blocks, find_units(model, blocks)
