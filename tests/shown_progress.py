@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from scaleray.common import progress
-from scaleray.reports.terminal import progress_line
-from scaleray.reports.terminal.progress_line import StageDisplay
+from scaleray.records.terminal import progress_line
+from scaleray.records.terminal.progress_line import StageDisplay
 
 LATER_S = 600.0
 

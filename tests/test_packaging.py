@@ -56,7 +56,7 @@ def without_train(statements, folder, *, without=OF_TRAIN):
 def test_the_wheel_has_every_file_and_its_command_trains_far_from_the_checkout(tmp_path, mlflow_database):
     built = wheel.check(tmp_path, tracking_uri=f"sqlite:///{mlflow_database}")
     with zipfile.ZipFile(built) as archive:
-        assert {"scaleray/py.typed", "scaleray/reports/templates/page.html"} <= set(archive.namelist())
+        assert {"scaleray/py.typed", "scaleray/records/templates/page.html"} <= set(archive.namelist())
 
 
 def test_a_wheel_that_lacks_a_file_is_found_out(tmp_path):
@@ -64,7 +64,7 @@ def test_a_wheel_that_lacks_a_file_is_found_out(tmp_path):
         for path in (ROOT / "scaleray").rglob("*"):
             if path.name != "page.css":
                 archive.write(path, path.relative_to(ROOT))
-    assert wheel.lacks(tmp_path / "a.whl") == {"scaleray/reports/templates/page.css"}
+    assert wheel.lacks(tmp_path / "a.whl") == {"scaleray/records/templates/page.css"}
 
 
 @pytest.mark.combination

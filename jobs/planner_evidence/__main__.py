@@ -49,8 +49,8 @@ def validate(
     from jobs.planner_evidence.tables import score_table, skipped_lines, transfer_table
     from jobs.planner_evidence.transfers import transfer_scores, transferred
     from jobs.planner_evidence.validate import judge, score, scores
-    from scaleray.reports.terminal.printed_record import print_whole, width_of
-    from scaleray.reports.terminal.terminal_tables import as_rich
+    from scaleray.records.terminal.printed_record import print_whole, width_of
+    from scaleray.records.terminal.terminal_tables import as_rich
 
     seen, left_out = _observations(data)
     if transfers:
@@ -101,8 +101,8 @@ def fit(*data: Path, rounds: int = 3, leave_out: Annotated[bool, Parameter(negat
     from jobs.planner_evidence.tables import score_table
     from jobs.planner_evidence.validate import score, scores
     from scaleray.planner.cost.constants import DEFAULT, FITTED
-    from scaleray.reports.terminal.printed_record import print_whole, width_of
-    from scaleray.reports.terminal.terminal_tables import as_rich
+    from scaleray.records.terminal.printed_record import print_whole, width_of
+    from scaleray.records.terminal.terminal_tables import as_rich
 
     console = Console()
 

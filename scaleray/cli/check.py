@@ -48,9 +48,9 @@ def check(*overrides: Overrides, config: ConfigFile = None, processes: bool = Tr
 
 def show_check(console: Console, record: CheckRecord) -> None:
     """Print the first batch's columns and the verdict; the findings were printed as they were made."""
+    from scaleray.records.terminal.printed_record import print_whole, width_of
+    from scaleray.records.terminal.terminal_tables import as_rich
     from scaleray.records.text.study_sweep_tables import Table
-    from scaleray.reports.terminal.printed_record import print_whole, width_of
-    from scaleray.reports.terminal.terminal_tables import as_rich
 
     rows = tuple(
         (column.name, column.shape, column.dtype, _number(column.low), _number(column.high))

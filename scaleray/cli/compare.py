@@ -31,7 +31,7 @@ def compare(*runs: str, uri: Uri = None, fail_if_slower: float | None = None, js
     from rich.console import Console
     from rich.text import Text
 
-    from scaleray.reports.terminal.printed_record import print_whole
+    from scaleray.records.terminal.printed_record import print_whole
     from scaleray.studies.compare.comparison import EXIT_INCONCLUSIVE
     from scaleray.studies.compare.comparison import compare as run
     from scaleray.studies.compare.printed_comparison import show_comparison

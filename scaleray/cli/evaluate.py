@@ -47,9 +47,9 @@ def evaluate(
 
 def show_evaluation(console: Console, result: Evaluation) -> None:
     """Print the metrics of every split as a table, and where they were written."""
+    from scaleray.records.terminal.printed_record import print_whole, width_of
+    from scaleray.records.terminal.terminal_tables import as_rich
     from scaleray.records.text.study_sweep_tables import Table
-    from scaleray.reports.terminal.printed_record import print_whole, width_of
-    from scaleray.reports.terminal.terminal_tables import as_rich
 
     rows = []
     for name, value in sorted(result.metrics.items()):

@@ -36,7 +36,7 @@ def list_(*, to: To = None, json: Json = False) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    from scaleray.reports.terminal.progress_line import duration
+    from scaleray.records.terminal.progress_line import duration
 
     if not found:
         print("no jobs were submitted to this cluster")

@@ -18,7 +18,7 @@ class Output:
     def __init__(self, *, json: bool, width: int | None = None) -> None:
         from rich.console import Console
 
-        from scaleray.reports.terminal.progress_line import StageDisplay
+        from scaleray.records.terminal.progress_line import StageDisplay
 
         self.console, self._json = Console(stderr=json), json
         self._stages = StageDisplay(self.console)
@@ -59,7 +59,7 @@ def with_stages() -> Iterator[None]:
         return
     from rich.console import Console
 
-    from scaleray.reports.terminal.progress_line import StageDisplay
+    from scaleray.records.terminal.progress_line import StageDisplay
 
     with StageDisplay(Console(stderr=True)):
         yield

@@ -159,8 +159,8 @@ def _printed(name: str | None, until: str | None, *, json: bool) -> int:
 
 def _shown(path: PathRecord, *, json: bool, tables: bool = False) -> int:
     """Show a path. tables: include all of its tasks."""
-    from scaleray.reports.terminal.printed_record import print_whole, width_of
-    from scaleray.reports.terminal.terminal_tables import as_rich
+    from scaleray.records.terminal.printed_record import print_whole, width_of
+    from scaleray.records.terminal.terminal_tables import as_rich
 
     output = Output(json=json)
     for table in path_tables(path) if tables else ():

@@ -45,8 +45,8 @@ def plan(
     from scaleray.planner.ask.plan_record import plan_record, registered
     from scaleray.planner.report.plan_table import plan_view
     from scaleray.planner.report.target_text import way_table
-    from scaleray.reports.terminal.printed_record import print_whole, width_of
-    from scaleray.reports.terminal.terminal_tables import as_rich
+    from scaleray.records.terminal.printed_record import print_whole, width_of
+    from scaleray.records.terminal.terminal_tables import as_rich
 
     answer = answered(options, config=config, overrides=overrides)
     advice, seen, found, kept = answer.advice, answer.seen, answer.found, answer.checkpoints

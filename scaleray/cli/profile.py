@@ -57,7 +57,7 @@ def print_verdict(verdict: Verdict, *, is_error: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from scaleray.reports.terminal.printed_record import print_whole
+    from scaleray.records.terminal.printed_record import print_whole
 
     console = Console(stderr=is_error, highlight=False)
     for line in verdict.lines():
@@ -81,8 +81,8 @@ def print_traced(traced: Traced, *, is_error: bool) -> None:
     from rich.text import Text
 
     from scaleray.profiling.report.trace_page import memory_tables, sentence, trace_tables, write_trace_page
-    from scaleray.reports.terminal.printed_record import print_whole
-    from scaleray.reports.terminal.terminal_tables import as_rich
+    from scaleray.records.terminal.printed_record import print_whole
+    from scaleray.records.terminal.terminal_tables import as_rich
 
     console = Console(stderr=is_error, highlight=False)
     report = traced.report

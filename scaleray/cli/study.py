@@ -32,7 +32,7 @@ def study(
     output = Output(json=json)
     with output.running():
         with stage("importing"):
-            from scaleray.reports.terminal.printed_record import show_record
+            from scaleray.records.terminal.printed_record import show_record
             from scaleray.studies.study import study as run
         record = run(
             resolved,

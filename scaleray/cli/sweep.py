@@ -40,7 +40,7 @@ def sweep(
     output = Output(json=json, width=160)
     with output.running():
         with stage("importing"):
-            from scaleray.reports.terminal.printed_record import show_record
+            from scaleray.records.terminal.printed_record import show_record
             from scaleray.sweeps.sweep import sweep as run
 
         record = run(

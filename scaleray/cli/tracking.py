@@ -108,8 +108,8 @@ def curve(
     from rich.console import Console
 
     from scaleray.config.alerts import without_secrets
-    from scaleray.reports.terminal.printed_record import print_whole, width_of
-    from scaleray.reports.terminal.terminal_tables import as_rich
+    from scaleray.records.terminal.printed_record import print_whole, width_of
+    from scaleray.records.terminal.terminal_tables import as_rich
     from scaleray.studies.history_page import experiment_curves, history_headline, history_table
 
     command = f"scaleray {shlex.join(without_secrets(sys.argv[1:]))}"

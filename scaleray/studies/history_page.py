@@ -11,10 +11,10 @@ from typing import Any
 from scaleray.common.installed import names_what_is_missing
 from scaleray.common.printed import quantity
 from scaleray.errors import ConfigError, StorageError, UsageError
+from scaleray.records.page.drawing import BLUE, GREEN, INK, VERMILION, Drawing, draw
+from scaleray.records.page.page import Page, Section, render
 from scaleray.records.text.study_sweep_tables import Table
 from scaleray.records.text.units import figure, seconds
-from scaleray.reports.page.drawing import BLUE, GREEN, INK, VERMILION, Drawing, draw
-from scaleray.reports.page.page import Page, Section, render
 from scaleray.studies.curves.history import FIGURES, History, histories
 
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scaleray.records.page import drawing
+from scaleray.records.page.drawing import BLUE, GRID, INK, MUTED, Drawing, draw
 from scaleray.records.study_record import Curve, CurvePoint, Estimate, Fit
 from scaleray.records.text.study_sweep_tables import marks_of
-from scaleray.reports.page import drawing
-from scaleray.reports.page.drawing import BLUE, GRID, INK, MUTED, Drawing, draw
 
 MOST_BELOW, MOST_ABOVE = 3.0, 1.5
 """Factors by which a speed-up's frame extends below the smallest value and above the largest."""

@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 from scaleray.recording.study_values import thinned
+from scaleray.records.page import drawing
+from scaleray.records.page.drawing import BLUE, INK, MUTED, ORANGE, PALE, VERMILION, Drawing, draw
 from scaleray.records.study_record import Curve, StudyRecord
 from scaleray.records.text.units import seconds
-from scaleray.reports.page import drawing
-from scaleray.reports.page.drawing import BLUE, INK, MUTED, ORANGE, PALE, VERMILION, Drawing, draw
 from scaleray.studies.speedup_figure import efficiency, marks_by_size, speedup, workers_in_words
 
 PARTS = (

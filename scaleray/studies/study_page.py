@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from scaleray.records.page.page import Fact, Page, Section, facts, when, where, write
 from scaleray.records.rows import as_columns
 from scaleray.records.study_record import Curve, StudyRecord
 from scaleray.records.text.headlines import study_headline
 from scaleray.records.text.study_sweep_tables import Table, marks_of, sentence_case, study_tables
 from scaleray.records.text.units import count, figure
-from scaleray.reports.page.page import Fact, Page, Section, facts, when, where, write
 from scaleray.studies.speedup_figure import is_judged
 from scaleray.studies.study_figure import noise_scale, study_drawings
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from scaleray.recording.study_values import thinned
+from scaleray.records.page import drawing
+from scaleray.records.page.drawing import BLUE, GREEN, MUTED, Drawing, draw
 from scaleray.records.settings import Setting, best_by_batch, trained
 from scaleray.records.sweep_record import GoodputPoint, SweepRecord, Trial
 from scaleray.records.text.units import seconds
-from scaleray.reports.page import drawing
-from scaleray.reports.page.drawing import BLUE, GREEN, MUTED, Drawing, draw
 from scaleray.sweeps.sweep_maps import MOST_MARKS, maps
 
 MOST_LINES = 60

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from scaleray.recording.study_values import thinned
+from scaleray.records.page import drawing
+from scaleray.records.page.drawing import INK, MUTED, PALE, VERMILION, Drawing, draw
 from scaleray.records.settings import BROKEN, Setting, best_by_batch, settings
 from scaleray.records.sweep_record import SweepRecord, Trial
-from scaleray.reports.page import drawing
-from scaleray.reports.page.drawing import INK, MUTED, PALE, VERMILION, Drawing, draw
 from scaleray.sweeps.result import Knee, RuleRange, find_knee
 from scaleray.sweeps.rule_limits import ended_at, rule_limits
 

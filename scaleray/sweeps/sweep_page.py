@@ -6,13 +6,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from scaleray.records.page.page import Fact, Page, Section, facts, when, where, write
 from scaleray.records.rows import as_columns
 from scaleray.records.settings import best, settings, trained
 from scaleray.records.sweep_record import SweepRecord
 from scaleray.records.text.headlines import sweep_headline
 from scaleray.records.text.study_sweep_tables import Table, sweep_table
 from scaleray.records.text.units import count, figure, seconds
-from scaleray.reports.page.page import Fact, Page, Section, facts, when, where, write
 from scaleray.sweeps.result import rule_sentences
 from scaleray.sweeps.rule_limits import rule_table
 from scaleray.sweeps.sweep_figure import sweep_drawings

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console, RenderableType
 
 from scaleray.records.certificate import Mismatch, Outcome
+from scaleray.records.terminal.terminal_tables import as_rich
 from scaleray.records.text.study_sweep_tables import Table
-from scaleray.reports.terminal.terminal_tables import as_rich
 
 if TYPE_CHECKING:
     from scaleray.records.certificate import EqualityCertificate

@@ -6,9 +6,9 @@ import re
 import pytest
 import study_examples
 
+from scaleray.records.page.page import render
 from scaleray.records.study_record import Estimate
 from scaleray.records.text.headlines import MUCH_FASTER, study_headline, worth_using, would_pay
-from scaleray.reports.page.page import render
 from scaleray.studies.study_page import study_page
 
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scaleray.records.doctor_record import GREEN, NOT_APPLICABLE, RED, YELLOW, DoctorRecord, PreflightCheck
-from scaleray.reports.terminal.printed_record import print_whole
+from scaleray.records.terminal.printed_record import print_whole
 
 STYLES = {RED: "bold red", YELLOW: "yellow", GREEN: "green"}
 NARROWEST_WHOLE = 100

@@ -11,8 +11,8 @@ from scaleray.live.steps_file import step_rows
 from scaleray.recording import saved_views
 from scaleray.recording.store import open_client
 from scaleray.records.accepted_names import acceptable_name
+from scaleray.records.page.page import render
 from scaleray.records.run_record import RunRecord
-from scaleray.reports.page.page import render
 
 CLOSING = "This page needs no network; `scaleray report` recreates it, with figures as PNG and numbers as CSV."
 NAME = "report.html"

@@ -15,13 +15,13 @@ from scaleray.profiling.report.run_profile_page import profile_section
 from scaleray.profiling.verdict.of_run import verdict_of_run
 from scaleray.recording.study_values import thinned
 from scaleray.records import start
+from scaleray.records.page import drawing
+from scaleray.records.page.drawing import BLUE, ORANGE, VERMILION, Drawing, draw
+from scaleray.records.page.page import BESIDE, Fact, Page, Section, where, write
 from scaleray.records.rows import by_metric
 from scaleray.records.run_record import RunRecord
 from scaleray.records.text.study_sweep_tables import Table, sentence_case
 from scaleray.records.text.units import figure, memory, seconds, shown
-from scaleray.reports.page import drawing
-from scaleray.reports.page.drawing import BLUE, ORANGE, VERMILION, Drawing, draw
-from scaleray.reports.page.page import BESIDE, Fact, Page, Section, where, write
 
 MOST_POINTS = 600
 """Maximum number of points of a line; beyond it, each point is the mean of a window."""

@@ -28,7 +28,7 @@ from scaleray.records.run_record import (
     StepRecord,
     WorkerMessage,
 )
-from scaleray.reports.terminal.progress_line import QUIET_S, StageDisplay, duration
+from scaleray.records.terminal.progress_line import QUIET_S, StageDisplay, duration
 
 LEFT_S = 10.0
 """Seconds left from which a training's lines show the remaining time."""

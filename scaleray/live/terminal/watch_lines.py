@@ -13,8 +13,8 @@ from rich.text import Text
 from scaleray.common.printed import printable
 from scaleray.live.terminal.watch_page import SEVERITIES, STYLES, result_of
 from scaleray.records.live_state import LiveState
+from scaleray.records.terminal.progress_line import duration
 from scaleray.records.text import units
-from scaleray.reports.terminal.progress_line import duration
 
 NARROW = 72
 SHOWN_OF_ID = 8

@@ -19,8 +19,8 @@ from scaleray.live.terminal.watch_ranks import ranks_table
 from scaleray.records.alert_record import Alert
 from scaleray.records.live_state import LOST, RUNNING, STARTING, LiveState
 from scaleray.records.phases import PART_IN_WORDS, Phase
+from scaleray.records.terminal.progress_line import duration
 from scaleray.records.text import units
-from scaleray.reports.terminal.progress_line import duration
 
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 LOG_FROM = 20.0

@@ -8,10 +8,10 @@ from typing import Any
 
 from scaleray.planner.answers.advise import Advice, Choice
 from scaleray.planner.answers.outlook import Outlook
+from scaleray.records.page import drawing
+from scaleray.records.page.drawing import BLUE, GREEN, INK, MUTED, ORANGE, PALE, PURPLE, SKY, VERMILION, Drawing, draw
 from scaleray.records.study_record import Estimate
 from scaleray.records.text.units import GIB
-from scaleray.reports.page import drawing
-from scaleray.reports.page.drawing import BLUE, GREEN, INK, MUTED, ORANGE, PALE, PURPLE, SKY, VERMILION, Drawing, draw
 
 TIME_COLOURS = {
     "forward": BLUE, "backward": SKY, "recompute": GREEN, "tensor comm": VERMILION, "pipeline bubble": PALE,

@@ -21,9 +21,9 @@ from scaleray.planner.report.plan_text import (
     width_lines,
 )
 from scaleray.planner.report.target_text import way_table
+from scaleray.records.page.page import Fact, Page, Section, render
 from scaleray.records.text.study_sweep_tables import Table, sentence_case
 from scaleray.records.text.units import GIB, count, memory, seconds, with_interval
-from scaleray.reports.page.page import Fact, Page, Section, render
 
 MOST_REASONS = 6
 

@@ -20,8 +20,8 @@ from scaleray.planner.report.plan_text import (
     why,
     width_lines,
 )
+from scaleray.records.terminal.terminal_tables import as_rich
 from scaleray.records.text.units import GIB
-from scaleray.reports.terminal.terminal_tables import as_rich
 
 
 def plan_view(

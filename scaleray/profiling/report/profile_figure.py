@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from scaleray.records.page import drawing
+from scaleray.records.page.drawing import BLUE, GREEN, INK, MUTED, ORANGE, PALE, PURPLE, SKY, VERMILION, Drawing, draw
 from scaleray.records.phases import PART_IN_WORDS, PARTS, Phase
 from scaleray.records.profile_record import RankProfile, RunProfile
 from scaleray.records.text.units import seconds
-from scaleray.reports.page import drawing
-from scaleray.reports.page.drawing import BLUE, GREEN, INK, MUTED, ORANGE, PALE, PURPLE, SKY, VERMILION, Drawing, draw
 
 COLOURS: Mapping[str, str] = {
     Phase.INPUT: ORANGE,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from scaleray.profiling.report.profile_figure import profile_drawings
 from scaleray.profiling.verdict.of_run import verdict_of_run
+from scaleray.records.page.page import Section
 from scaleray.records.profile_record import MemoryNumbers, RunProfile
 from scaleray.records.run_record import RunRecord
 from scaleray.records.text.study_sweep_tables import Table, sentence_case
 from scaleray.records.text.units import memory, seconds
-from scaleray.reports.page.page import Section
 
 MOST_ROWS = 64
 """Most ranks in a table; the first ones are shown."""

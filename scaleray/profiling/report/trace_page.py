@@ -9,10 +9,10 @@ from typing import Any
 from scaleray.common.printed import quantity
 from scaleray.profiling.traces.memory_blocks import CATEGORIES, MemorySnapshot
 from scaleray.profiling.traces.trace_report import RankTrace, TraceReport
+from scaleray.records.page.drawing import BLUE, GREEN, GRID, ORANGE, PALE, PURPLE, SKY, VERMILION, Drawing, draw
+from scaleray.records.page.page import Fact, Page, Section, write
 from scaleray.records.text.study_sweep_tables import Table, sentence_case
 from scaleray.records.text.units import disk_space, memory
-from scaleray.reports.page.drawing import BLUE, GREEN, GRID, ORANGE, PALE, PURPLE, SKY, VERMILION, Drawing, draw
-from scaleray.reports.page.page import Fact, Page, Section, write
 
 PARTS = ("compute", "exposed communication", "copies", "host idle", "other idle")
 PART_COLOURS = (BLUE, VERMILION, ORANGE, PALE, GRID)

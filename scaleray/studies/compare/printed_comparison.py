@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from scaleray.records.terminal.printed_record import print_whole, width_of
+from scaleray.records.terminal.terminal_tables import as_rich
 from scaleray.records.text.study_sweep_tables import Table
-from scaleray.reports.terminal.printed_record import print_whole, width_of
-from scaleray.reports.terminal.terminal_tables import as_rich
 from scaleray.studies.compare.comparison import Comparison
 
 LONGEST_VALUE = 60

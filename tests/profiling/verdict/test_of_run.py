@@ -13,8 +13,8 @@ from scaleray.launch.run.record import end_tags
 from scaleray.launch.run.run_page import run_page
 from scaleray.profiling.verdict.findings import Limit
 from scaleray.profiling.verdict.of_run import verdict_of_run
+from scaleray.records.page.page import render
 from scaleray.records.profile_record import Buckets, RankProfile, RunProfile, Spread
-from scaleray.reports.page.page import render
 
 STEPS, TRACED = 40, 6
 

@@ -22,8 +22,8 @@ from scaleray.planner.report.plan_table import plan_view
 from scaleray.planner.report.plan_text import curve_table, layout_table
 from scaleray.planner.report.target_text import way_table
 from scaleray.records.study_record import Estimate
+from scaleray.records.terminal.terminal_tables import as_rich
 from scaleray.records.text.study_sweep_tables import Table, study_tables, sweep_table
-from scaleray.reports.terminal.terminal_tables import as_rich
 
 WIDTHS = [60, 80, 100, 120]
 LLAMA = Question(model=find_model("llama-3-8b"), cluster=parse_cluster("h100:8x16,price=2.5"), global_batch=1024)

@@ -9,9 +9,9 @@ from rich.text import Text
 
 from scaleray.records.study_record import StudyRecord
 from scaleray.records.sweep_record import SweepRecord
+from scaleray.records.terminal.terminal_tables import as_rich
 from scaleray.records.text.headlines import study_headline, sweep_headline
 from scaleray.records.text.study_sweep_tables import study_tables, sweep_table
-from scaleray.reports.terminal.terminal_tables import as_rich
 
 PIPE_WIDTH = 4000
 """Columns of the output without a terminal, such as in a job's log: nothing is left out or wrapped."""

@@ -10,8 +10,8 @@ import pytest
 import study_examples
 from rich.console import Console
 
+from scaleray.records.terminal.printed_record import show_record
 from scaleray.records.text.headlines import study_headline, sweep_headline
-from scaleray.reports.terminal.printed_record import show_record
 
 
 def test_the_terminal_shows_the_same_table_and_verdict_and_where_everything_is():

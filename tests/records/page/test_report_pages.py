@@ -16,9 +16,9 @@ from made_up_steps import measured
 
 from scaleray.launch.run.run_page import MOST_EVALUATIONS, run_page, step_rows, write_run_report
 from scaleray.profiling.run_profile import run_profile
+from scaleray.records.page.drawing import PALETTE, readable, shades
+from scaleray.records.page.page import Fact, Page, as_csv, render
 from scaleray.records.text.headlines import study_headline
-from scaleray.reports.page.drawing import PALETTE, readable, shades
-from scaleray.reports.page.page import Fact, Page, as_csv, render
 from scaleray.studies.speedup_figure import speedup
 from scaleray.studies.study_page import _fits, study_page, write_study_report
 from scaleray.sweeps.result import rule_sentences

@@ -17,7 +17,7 @@ from scaleray.planner.answers.outlook import outlook
 from scaleray.planner.answers.plan_question import Question
 from scaleray.planner.models.names import find_model
 from scaleray.planner.report.plan_page import plan_page
-from scaleray.reports.page.page import render
+from scaleray.records.page.page import render
 from scaleray.studies.study_page import study_page
 from scaleray.sweeps.sweep_page import sweep_page
 

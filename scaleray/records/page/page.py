@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.common.filesystems import write_whole
+from scaleray.records.page.drawing import Drawing
 from scaleray.records.study_record import Conditions
 from scaleray.records.text.study_sweep_tables import Table
 from scaleray.records.text.units import seconds
-from scaleray.reports.page.drawing import Drawing
 
 LONGEST_FACT = 300
 BESIDE = "This page needs no network; figures as PNG and numbers as CSV are next to it."
@@ -72,7 +72,7 @@ def render(page: Page) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("scaleray.reports"),
+        loader=PackageLoader("scaleray.records"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -11,8 +11,8 @@ from scaleray.common.progress import Stage
 from scaleray.live.terminal.live_table import Terminal
 from scaleray.records.phases import Phase, in_words
 from scaleray.records.run_record import EvaluationRecord, Heartbeat, ModelRecord, StepRecord
-from scaleray.reports.terminal import progress_line
-from scaleray.reports.terminal.progress_line import StageDisplay, duration, so_far
+from scaleray.records.terminal import progress_line
+from scaleray.records.terminal.progress_line import StageDisplay, duration, so_far
 
 
 class Clock:

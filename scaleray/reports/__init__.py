@@ -1,1 +1,0 @@
-"""Reports for readers: pages, figures and views on the terminal."""
