@@ -32,8 +32,8 @@ from scaleray.common.metric_names import SAMPLES_PER_S
 from scaleray.errors import ClusterError, ScaleRayError, UsageError
 from scaleray.launch.cluster.head import Head, local_head
 from scaleray.launch.cluster.own_ray import free_port
+from scaleray.live.dashboards.dashboard_files import config
 from scaleray.live.dashboards.queries import once
-from scaleray.live.dashboards.scraping import config
 from scaleray.live.grafana.written_dashboards import write_dashboards
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -41,7 +41,7 @@ _HOMES = {
     "show_config": "scaleray.launch.session.config_argument",
     "config_keys": "scaleray.config.reference",
     "config_schema": "scaleray.records.schemas",
-    "replay": "scaleray.recording.send",
+    "replay": "scaleray.recording.replay",
     "watch": "scaleray.launch.watch.find",
     "cluster_up": "scaleray.clusters.local_clusters",
     "cluster_status": "scaleray.clusters.local_clusters",
@@ -166,7 +166,7 @@ if TYPE_CHECKING:
         verify_checkpoints,
     )
     from scaleray.planner.ask.plan import explain_plan, plan
-    from scaleray.recording.send import replay
+    from scaleray.recording.replay import replay
     from scaleray.recording.ui import tracking_ui
     from scaleray.records.run_record import RunRecord
     from scaleray.records.schemas import config_schema

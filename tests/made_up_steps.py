@@ -6,10 +6,10 @@ import dataclasses
 
 import numpy as np
 
-from scaleray.profiling.step_rows import StepRows
 from scaleray.profiling.verdict.signals import Facts, Signals
 from scaleray.records.phases import Phase
 from scaleray.records.profile_record import RankMeasurements
+from scaleray.training.profile.phase_times import StepRows
 
 USUAL = {
     Phase.INPUT: 0.0002,

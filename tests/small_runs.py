@@ -26,7 +26,6 @@ from scaleray.common.seeding import seed_everything, stream_seed
 from scaleray.config import RunConfig, load_config
 from scaleray.config.recipe.derive import derive
 from scaleray.data import TRAIN, RankBatch, Split, load_sources
-from scaleray.launch.session.data_sources import is_in_steps
 from scaleray.parallel import Replicated
 from scaleray.records.run_record import (
     CheckpointRecord,
@@ -196,7 +195,7 @@ def make_job(workload: Any, flags: Mapping[str, Any] | None = None, *, world_siz
 
 def job_of(config: RunConfig, workload: Any) -> tuple[TrainJob, dict]:
     """The job of a workload under a config that is ready."""
-    sources = load_sources(workload, in_steps=is_in_steps(config))
+    sources = load_sources(workload, in_steps=config.is_in_steps)
     splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
     recipe = derive(config, splits[TRAIN].size)
     return TrainJob(config, recipe, workload, splits, time.time()), sources

@@ -27,7 +27,7 @@ def replay(file: Path, *, uri: str | None = None, json: Json = False) -> int:
     uri
         Tracking URI, if the server has moved or its address contains a password.
     """
-    from scaleray.recording.send import replay as run
+    from scaleray.recording.replay import replay as run
 
     count = run(file, uri=uri)
     if json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import getpass
 import hashlib
 import os
 import shutil
@@ -83,3 +84,19 @@ def plain_executable() -> str:
     with contextlib.suppress(FileExistsError):
         link.symlink_to(environment)
     return str(link / executable.parent.name / executable.name)
+
+
+SOMEBODY = "somebody"
+
+
+def user_name() -> str | None:
+    """The user's name; None if there is none, as in a container that runs under a bare number."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError, ImportError):
+        return None
+
+
+def user_or_somebody() -> str:
+    """The user's name, or a placeholder for a user without one."""
+    return user_name() or SOMEBODY

@@ -152,6 +152,16 @@ class RunConfig(Settings):
         """Whether the model's blocks are spread over stages of a pipeline."""
         return self.strategy.name == "pipeline" or self.parallel.pipeline not in (None, 1)
 
+    @property
+    def is_in_steps(self) -> bool:
+        """Whether all lengths of the training are in steps rather than epochs."""
+        checkpoint, schedule = self.checkpoint, self.schedule
+        lengths = (self.stop.after, schedule.warmup, schedule.length, self.evaluation.every)
+        return all(
+            length is None or length.unit != "epochs" or not length.value
+            for length in (*lengths, checkpoint.every, checkpoint.keep_every)
+        )
+
     def degrees(self, workers: int | None = None) -> Degrees:
         """Number of workers along each axis. workers: their total; None: the largest that the config allows. Raises
         ConfigError if the product of the degrees differs from it."""

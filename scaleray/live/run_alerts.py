@@ -6,23 +6,26 @@ their own series (`measured_metrics.py`); their single trainings are not checked
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import hashlib
 import json
 import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from scaleray.common import live_metrics as live
 from scaleray.common import metric_names as names
-from scaleray.common.metric import prometheus_name
+from scaleray.common.metric import RUN_LABELS, prometheus_name
 from scaleray.common.watchers import Guard, Watcher
 from scaleray.config.alerts import SEVERITIES
 from scaleray.config.base import HIDDEN
 from scaleray.live.alert_delivery import Delivery, to_command, to_webhook, webhook_named
-from scaleray.live.rules.rule_evaluator import RuleEvaluator
+from scaleray.live.rules.rule_evaluator import BY_NAME, RuleEvaluator
+from scaleray.live.rules.rule_files import labels, panel_link, run_in_link, words
 from scaleray.live.rules.series_history import SeriesHistory
-from scaleray.live.rules.webhook_body import webhook_body
 from scaleray.live.state.series import Series
 from scaleray.records.alert_record import ALERTS_FILE, Alert
 from scaleray.records.mlflow_operations import LogArtifact, Operation, SetTags
@@ -122,11 +125,11 @@ class RunAlerts:
         """Check the run's current state. now: wall clock."""
         seen = self._seen
         seen.advance(now)
-        for metric, labels, value in self._series():
+        for metric, own, value in self._series():
             published = USED_METRICS.get(id(metric))
-            if published is None or labels.get("kind", "used") != "used":
+            if published is None or own.get("kind", "used") != "used":
                 continue
-            seen.add(published, value, at=now, of=_of(labels))
+            seen.add(published, value, at=now, of=_of(own))
         for alert in self._evaluator.check(seen):
             self._raise(alert)
         if self.settings.measures_links and any(alert.name == SLOW_LINK for alert in self._evaluator.firing):
@@ -190,3 +193,48 @@ def _of(labels: Mapping[str, str]) -> str:
     if "rank" in labels:
         return f"rank {labels['rank']} on {labels['node']}"
     return f"rank {labels['source']} to rank {labels['to']}" if "source" in labels else ""
+
+
+NEVER = "0001-01-01T00:00:00Z"
+"""End time of an alert that is not over, as Alertmanager writes it."""
+
+
+def webhook_body(alert: Alert, *, run_name: str, run_id: str, link: str, grafana: str = "") -> dict[str, Any]:
+    """One alert as a notification of Alertmanager's, version 4, so that one receiver serves both. link: the run's page.
+    grafana: address of the Grafana with the dashboards.
+
+    Source: prometheus.io/docs/alerting/latest/configuration/#webhook_config"""
+    rule = BY_NAME[alert.name]
+    of_alert = {"alertname": rule.alertname, **dict(zip(RUN_LABELS, (run_name, run_id), strict=True)), **labels(rule)}
+    panel = panel_link(rule, run_in_link(run_name, run_id), grafana)
+    text = {**words(rule, alert.summary, panel=panel), "action": alert.action}
+    text["value"] = "" if alert.value is None else f"{alert.value:.6g}"
+    key = json.dumps(of_alert, sort_keys=True)
+    return {
+        "version": "4",
+        "groupKey": f'{{}}:{{alertname="{rule.alertname}"}}',
+        "truncatedAlerts": 0,
+        "status": alert.state,
+        "receiver": "scaleray",
+        "groupLabels": {"alertname": rule.alertname},
+        "commonLabels": of_alert,
+        "commonAnnotations": text,
+        "externalURL": link,
+        "alerts": [
+            {
+                "status": alert.state,
+                "labels": of_alert,
+                "annotations": text,
+                "startsAt": _moment(alert.since),
+                "endsAt": NEVER if alert.is_firing else _moment(alert.recorded_at),
+                "generatorURL": link,
+                "fingerprint": hashlib.sha256(key.encode()).hexdigest()[:16],
+            }
+        ],
+    }
+
+
+def _moment(seconds: float) -> str:
+    return (
+        datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    )

@@ -8,9 +8,9 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from scaleray.records.alert_record import Alert
-from scaleray.records.control_request import ControlRequest
 from scaleray.records.phases import Phase
 from scaleray.records.run_record import Heartbeat, WorkerMessage
+from scaleray.records.worker_requests import ControlRequest
 
 MOST_KEPT = 20_000
 """Messages stored without a display: a driver's memory must not grow with the number of steps."""

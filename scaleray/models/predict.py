@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping
@@ -16,14 +17,16 @@ from typing import Any
 
 import numpy as np
 
+from scaleray.checkpoints.storage import Store
 from scaleray.common.options import takes, words_of
 from scaleray.common.progress import stage
 from scaleray.config import RunConfig
+from scaleray.config.base import absolute_path, without_password
 from scaleray.data.as_source import for_workload, load_sources
 from scaleray.data.iterable import refuse_endless
 from scaleray.data.ray_dataset_source import StreamSource
 from scaleray.data.source_interface import Source
-from scaleray.errors import DataError, ScaleRayError, UsageError
+from scaleray.errors import DataError, ScaleRayError, StorageError, UsageError, first_line
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.gpu_workers import with_gpus_decided
@@ -31,10 +34,73 @@ from scaleray.launch.session.opened import forbid_ray
 from scaleray.launch.workers.loaded_workload import ship_user_code
 from scaleray.models.load import PREDICT, find_parts
 from scaleray.models.model_options import PredictOptions
-from scaleray.models.prediction_file import check_out, opened
 from scaleray.models.predictor import FAILED, INDEX, Predictor, PredictorParts, RayPredictor, beside_of
 from scaleray.models.row_files import Files, Shape, gives_tuples, own_rows, shape_of
+from scaleray.records.json_record import jsonable
 from scaleray.records.run_record import Say
+
+ENDINGS = (".parquet", ".jsonl")
+
+
+class AnswersFile:
+    """Writes Arrow tables of one schema, with rows in the given order."""
+
+    def __init__(self, stream: Any, ending: str) -> None:
+        self._stream, self._ending = stream, ending
+        self._parquet: Any = None
+
+    def write(self, table: Any) -> None:
+        """Add the rows of a table."""
+        if self._ending == ".jsonl":
+            lines = "".join(json.dumps(jsonable(row)) + "\n" for row in table.to_pylist())
+            self._stream.write(lines.encode())
+            return
+        import pyarrow.parquet
+
+        if self._parquet is None:
+            self._parquet = pyarrow.parquet.ParquetWriter(self._stream, table.schema)
+        self._parquet.write_table(table.cast(self._parquet.schema))
+
+    def close(self) -> None:
+        """Complete the file."""
+        if self._parquet is not None:
+            self._parquet.close()
+
+
+def check_out(out: str | Path, *, overwrite: bool) -> str:
+    """The absolute path or URI of the file to write. Raises UsageError for an unknown ending, or an existing file."""
+    path = absolute_path(str(out))
+    if _ending(path) not in ENDINGS:
+        raise UsageError("--out", without_password(path), f"its name must end in {' or '.join(ENDINGS)}")
+    place = Store(path)
+    try:
+        exists = place.parent.size(place.name) is not None
+    except (OSError, ValueError) as exc:
+        raise StorageError("--out", without_password(path), f"it cannot be reached: {first_line(exc)}") from exc
+    if exists and not overwrite:
+        raise UsageError("--out", without_password(path), "it already exists", "name another, or add --overwrite")
+    return path
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[AnswersFile]:
+    """The file to write, at a path from `check_out`. Raises StorageError; after an error, an existing local file is
+    unchanged."""
+    place = Store(path)
+    try:
+        with place.parent.writing(place.name) as stream:
+            file = AnswersFile(stream, _ending(path))
+            try:
+                yield file
+            finally:
+                file.close()  # after an error too, or pyarrow would close it when the stream is gone
+    except OSError as exc:
+        raise StorageError("--out", without_password(path), f"it cannot be written: {first_line(exc)}") from exc
+
+
+def _ending(path: str) -> str:
+    return Path(Store(path).name).suffix.lower()
+
 
 BATCH_ROWS = 256
 MOST_NAMED = 5

@@ -5,13 +5,12 @@ Used by profiling/run_profile.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from scaleray.profiling.collectives import ALL_REDUCE, with_bandwidth
 from scaleray.profiling.lateness import Arrivals, aligned, find_stragglers, in_flight_s, waited_s
-from scaleray.profiling.spreads import rounded, spread, steps_in_buckets
 from scaleray.records.phases import Phase
 from scaleray.records.profile_record import (
     BucketLateness,
@@ -20,7 +19,27 @@ from scaleray.records.profile_record import (
     RankMeasurements,
     RankProfile,
     RunProfile,
+    Spread,
 )
+
+
+def spread(total: float, values: np.ndarray, series: Sequence[float] = ()) -> Spread:
+    """Summary of a quantity measured in every step. values: of single steps. series: its mean in each bucket."""
+    if not len(values):
+        return Spread(total, 0.0, 0.0, list(series))
+    median, p90 = np.percentile(values, (50, 90))
+    return Spread(float(total), float(median), float(p90), [float(value) for value in series])
+
+
+def steps_in_buckets(num_steps: int, width: int) -> np.ndarray:
+    """Number of steps in each bucket."""
+    count = -(-num_steps // width)
+    return np.minimum(width, num_steps - width * np.arange(count))
+
+
+def rounded(values: Iterable[float]) -> list[float]:
+    """The values with seven digits, beyond the precision of a clock, which keeps records of many ranks small."""
+    return [float(f"{value:.7g}") for value in values]
 
 
 def with_arrivals(profile: RunProfile, measured: Sequence[RankMeasurements]) -> RunProfile:

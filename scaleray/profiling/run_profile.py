@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scaleray.profiling.arrivals_in_profile import with_arrivals
-from scaleray.profiling.spreads import rounded, spread, steps_in_buckets
+from scaleray.profiling.arrivals_in_profile import rounded, spread, steps_in_buckets, with_arrivals
 from scaleray.records.profile_record import Buckets, Goodput, RankMeasurements, RankProfile, RunProfile, Spread
 
 CLOSES_WITHIN = 0.01

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from scaleray.common import metric_names as names
-from scaleray.common.user_name import user_name
+from scaleray.common.own_folder import user_name
 
 TRAINING = "train"
 

@@ -7,6 +7,7 @@ Under Ray it is an actor next to the driver; without Ray a plain object. A separ
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import threading
 import time
@@ -18,6 +19,7 @@ from typing import Any
 
 from scaleray.checkpoints.storage import Store
 from scaleray.common import metric_names as names
+from scaleray.common.parsing import load_json
 from scaleray.common.watchers import Guard, Watcher
 from scaleray.errors import StorageError, TrackingError, first_line
 from scaleray.live.live_run import LiveFile, live_state
@@ -27,10 +29,10 @@ from scaleray.live.run_alerts import RunAlerts
 from scaleray.live.signs_of_life import ShownMessages, SignsOfLife
 from scaleray.live.state.run_state import RunState
 from scaleray.live.steps_file import LoggedFiles, StepsFile
+from scaleray.profiling.goodput import GoodputLedger
 from scaleray.recording.published_metrics import PublishedMetrics
 from scaleray.recording.recovery import Recovery
 from scaleray.recording.run_note import CHANGE_TAG, Described, RunNote
-from scaleray.recording.run_time import GoodputFile
 from scaleray.recording.spool import Spool
 from scaleray.recording.store import RunStore, run_link, without_password
 from scaleray.recording.writer import STALLED_S, Marker, Writer
@@ -57,6 +59,38 @@ from scaleray.records.run_record import (
     WorkerMessage,
 )
 from scaleray.records.start import steady_time
+
+GOODPUT = "goodput.json"
+SAVE_EVERY_S = 10.0
+
+
+class GoodputFile:
+    """The ledger of a run's time, which the run's state fills, and its file."""
+
+    def __init__(self, description: RunDescription) -> None:
+        self._roots = list(dict.fromkeys([description.work_dir, description.run_path or description.work_dir]))
+        now = steady_time() if description.started_at is None else description.started_at
+        self.ledger = GoodputLedger.of(self._kept() if description.continues is not None else None, started_at=now)
+        self.ledger.begin(now)
+        self._saved_at = 0.0
+
+    def save_if_due(self) -> None:
+        """Write the file if it was last written at least SAVE_EVERY_S ago."""
+        if time.monotonic() - self._saved_at > SAVE_EVERY_S:
+            self.save()
+
+    def save(self) -> None:
+        """Write the file, unless its folder is temporarily unreachable."""
+        self._saved_at = time.monotonic()
+        for root in self._roots:
+            with contextlib.suppress(OSError):
+                Store(root).write_text(GOODPUT, json.dumps(self.ledger.state()))
+
+    def _kept(self) -> dict | None:
+        for root in reversed(self._roots):  # the run's own folder first: this one may be of another machine
+            with contextlib.suppress(OSError, ValueError):
+                return load_json(Store(root).read(GOODPUT))
+        return None
 
 
 class Recorder(SignsOfLife):

@@ -1,4 +1,4 @@
-"""Send points that MLflow missed from a run's unsent file."""
+"""Send data that MLflow missed while it was unreachable, from any kind of file."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+from scaleray.common.installed import names_what_is_missing
 from scaleray.common.printed import quantity
 from scaleray.config.base import without_password
 from scaleray.errors import TrackingError, first_line
@@ -15,15 +16,22 @@ from scaleray.recording.store import RunStore, check_reachable, named_or_in_use
 from scaleray.records.mlflow_operations import LogArtifact, LogMetrics, Operation, pieces_of, shown
 
 
-def replay(path: str | Path, *, uri: str | None = None) -> int:
-    """Send a run's unsent file to MLflow and remove it; returns the number of operations.
+@names_what_is_missing
+def replay(file: str | Path, *, uri: str | None = None) -> int | None:
+    """Send data of a run, study or sweep that could not be written to MLflow while the server was unreachable.
 
-    Refused operations do not block the others. uri: of MLflow; None: the one in use, if the file names it. Uploads are
-    limited to the folder of the unsent file and its subfolders.
+    file: a run folder's unsent.jsonl, which is removed, or the record.json of a study or sweep. uri: tracking URI, if
+    the server has moved. Returns the number of operations that were sent, None for a record. Refused operations and
+    unreadable lines do not block the others; they remain in a file of another name. Raises TrackingError if MLflow
+    still lacks something. Uploads are limited to the folder of the file and its subfolders."""
+    path = Path(file)
+    if path.name == "record.json":
+        from scaleray.recording.study_runs import send_record
 
-    Raises TrackingError if the server still cannot be reached, in which case the file stays. It is also raised if lines
-    of the file cannot be read, after the others were sent; the file is then `unsent.jsonl.damaged`."""
-    path = Path(path)
+        if lacks := send_record(path, uri=uri):
+            text = f"{path} is not completely in MLflow: {lacks}"
+            raise TrackingError.problem("The record", text, "run this again when the server is back")
+        return None
     try:
         unsent = unsent_file.parse(path.read_bytes())
     except FileNotFoundError:

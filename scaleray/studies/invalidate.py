@@ -7,7 +7,7 @@ import re
 from datetime import UTC, datetime
 from typing import Any
 
-from scaleray.common.user_name import user_or_somebody
+from scaleray.common.own_folder import user_or_somebody
 from scaleray.errors import ConfigError, TrackingError, first_line
 from scaleray.recording.find_record import PARENT_TAG, reading_mlflow, runs_in_mlflow
 from scaleray.recording.store import open_client, resolve_uri

@@ -23,7 +23,6 @@ from scaleray.launch.cluster.gpu_workers import with_gpus_decided
 from scaleray.launch.session.campaign import check_published
 from scaleray.launch.session.conditions import check_same, conditions_of
 from scaleray.launch.session.config_argument import Config, resolved
-from scaleray.launch.session.data_sources import is_in_steps
 from scaleray.launch.session.experiment import check_policy
 from scaleray.launch.session.opened import (
     check_learning_rate,
@@ -126,7 +125,7 @@ def study(
     with connected_unless(config, local=local):
         nodes = None if local else nodes_of(config, options.sizes, workload, oversubscribe=options.oversubscribe)
         config = with_gpus_decided(config, nodes if nodes is not None else [], say=say)
-        sources = load_sources(workload, in_steps=is_in_steps(config))
+        sources = load_sources(workload, in_steps=config.is_in_steps)
         room = find_room(config, options.sizes, workload, nodes, oversubscribe=options.oversubscribe)
         options = dataclasses.replace(options, world_sizes=room.sizes)
         study_sizes = make_study_sizes(config, options, workload, sources, cores=num_cores(nodes))

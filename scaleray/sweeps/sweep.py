@@ -25,8 +25,8 @@ from scaleray.launch.cluster.awaited_nodes import nodes_for
 from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.gpu_workers import with_gpus_decided
 from scaleray.launch.session.campaign import check_published
+from scaleray.launch.session.conditions import check_same_data
 from scaleray.launch.session.config_argument import Config, whole_config
-from scaleray.launch.session.data_sources import check_same_data, is_in_steps
 from scaleray.launch.session.experiment import check_policy
 from scaleray.launch.session.opened import check_started_once, with_absolute_paths
 from scaleray.launch.session.run_folder import RunFolder, unique_name
@@ -107,7 +107,7 @@ def sweep(
             folder = RunFolder.reopen(absolute_path(continue_folder))
         with quiet_tune(), _connected(config, question) as nodes, sigterm_like_ctrl_c():
             config = with_gpus_decided(config, nodes, say=say)
-            in_steps = is_in_steps(config)
+            in_steps = config.is_in_steps
             materials = {key: make_material(w, load_sources(w, in_steps=in_steps)) for key, w in workloads.items()}
             plan, candidates = make_plan(config, question, materials)
             check_option_fits("--workers-per-trial", plan.config(candidates.chosen[0]), nodes)

@@ -26,9 +26,9 @@ from scaleray.config import RunConfig
 from scaleray.errors import PeerLostError, RunFailedError, ScaleRayError, first_line
 from scaleray.launch.workers.hang_reports import with_explanation
 from scaleray.launch.workers.ray_train import worker_resources
-from scaleray.records.control_request import ControlRequest
 from scaleray.records.run_record import WorkerMessage, WorkerSummary
 from scaleray.records.start import steady_time
+from scaleray.records.worker_requests import ControlRequest
 from scaleray.sweeps.search_space import Settings
 from scaleray.sweeps.sweep_plan import SweepPlan, material_key
 from scaleray.training import loop

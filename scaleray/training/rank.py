@@ -15,8 +15,8 @@ import torch
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.common.watchers import Guard
 from scaleray.data import Sources
-from scaleray.records.control_request import ControlRequest
 from scaleray.records.run_record import Emit, EventRecord, Heartbeat, WorkerSummary
+from scaleray.records.worker_requests import ControlRequest
 from scaleray.training import loop
 from scaleray.training.health.stall_watch import StallWatch
 from scaleray.training.health.worker_progress import HANG, WATCHDOG_SHARE, Progress, Watchdog

@@ -20,9 +20,9 @@ import torch
 from scaleray.common.idle_warnings import leave_out_idle_warnings
 from scaleray.data import RaySources
 from scaleray.errors import WorkloadError
-from scaleray.records.control_request import ControlRequest
 from scaleray.records.run_record import Heartbeat, WorkerMessage, WorkerSummary
 from scaleray.records.start import PROCESSES, WORKER_IMPORTS, StartClock
+from scaleray.records.worker_requests import ControlRequest
 from scaleray.training.health.worker_progress import Tail, TailHandler
 from scaleray.training.rank import Channel, run_rank
 from scaleray.training.ray_metrics import RankPublisher

@@ -17,7 +17,6 @@ from scaleray.launch.cluster.awaited_nodes import nodes_for
 from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.connection import Node
 from scaleray.launch.cluster.gpu_workers import with_gpus_decided
-from scaleray.launch.session.data_sources import is_in_steps
 from scaleray.launch.session.opened import (
     check_learning_rate,
     check_started_once,
@@ -69,7 +68,7 @@ def prepared(
         largest = _alone(on_workers(config, "auto", options.sizes[-1]))
         nodes = [] if options.local else nodes_for(largest, option=OPTION)
         config = with_gpus_decided(config, nodes, say=say)
-        sources = load_sources(workload, in_steps=is_in_steps(config))
+        sources = load_sources(workload, in_steps=config.is_in_steps)
         plan = make_plan(config, options, workload, sources)
         if not options.local:
             _check_every_group_fits(plan, nodes)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from scaleray.config import load_config
-from scaleray.config.changes import changes, training_values
 from scaleray.config.decides import Decides, decides
+from scaleray.launch.run.resume import changes, training_values
 from scaleray.launch.session.conditions import training_of
 
 BASE = {"workload.name": "m:V", "batch.global_size": 16, "optimizer.learning_rate": 0.1, "stop.after": "1 epochs"}

@@ -10,9 +10,9 @@ from test_lateness import DDP, FSDP
 from test_lateness import measured as arrivals_of
 
 from scaleray.profiling.run_profile import run_profile
-from scaleray.profiling.step_rows import StepRows
 from scaleray.records.phases import Phase
 from scaleray.records.profile_record import CollectiveRow, RankMeasurements
+from scaleray.training.profile.phase_times import StepRows
 
 STEPS = 100
 FORWARD_S, COMMUNICATION_S = 0.04, (0.052, 0.002)

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 from torch_analyzer import first_trouble
 
+from scaleray.launch.workers.hang_reports import in_words, ranks
 from scaleray.profiling.desync import Kind, find
-from scaleray.profiling.desync_words import in_words, ranks
 from scaleray.records.hangs import CALLS_KEPT, CALLS_OF_A_GROUP, Call, Group, Line, RankDump, are_all, calls_of
 
 ALL, LEFT, RIGHT = "0", "1", "2"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scaleray.profiling.memory import MOST_SAMPLES, memory_over_time, numbers_of, thinned
 from scaleray.records.profile_record import MemoryPeak
+from scaleray.training.profile.memory_curve import MOST_SAMPLES, memory_over_time, numbers_of, thinned
 
 MIB = 2**20
 STATS = {

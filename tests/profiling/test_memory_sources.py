@@ -12,8 +12,8 @@ import random
 
 import pytest
 
-from scaleray.profiling.memory import numbers_of
 from scaleray.profiling.traces.memory_blocks import read_snapshot
+from scaleray.training.profile.memory_curve import numbers_of
 
 KIB, MIB = 2**10, 2**20
 SMALL, LEAST = 2 * MIB, 512

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from scaleray.profiling.run_profile import run_profile, steps_in_buckets
-from scaleray.profiling.step_rows import StepRows
 from scaleray.records.profile_record import Goodput, RankMeasurements, RunProfile
+from scaleray.training.profile.phase_times import StepRows
 
 
 def measured(rank=0, *, parts=(0.01, 0.02), num_steps=500, gap=0.0, **more):

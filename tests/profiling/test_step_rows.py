@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scaleray.profiling.step_rows import MOST_ROWS, StepRows
 from scaleray.records.profile_record import MOST_BUCKETS
+from scaleray.training.profile.phase_times import MOST_ROWS, StepRows
 
 
 def table_of(values, *, chunk):

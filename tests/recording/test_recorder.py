@@ -26,7 +26,6 @@ from scaleray.recording import store
 from scaleray.recording.recorder import Recorder
 from scaleray.recording.replay import replay
 from scaleray.recording.spool import Spool
-from scaleray.records.control_request import ControlRequest
 from scaleray.records.mlflow_operations import SetTags
 from scaleray.records.published import LinksMeasured, RankSample
 from scaleray.records.run_description import RunDescription
@@ -38,6 +37,7 @@ from scaleray.records.run_record import (
     StepRecord,
     SystemRecord,
 )
+from scaleray.records.worker_requests import ControlRequest
 
 
 def describe(uri, tmp_path, **more):

@@ -21,10 +21,10 @@ from scaleray.live.rules.series_history import SeriesHistory
 from scaleray.live.run_alerts import RunAlerts
 from scaleray.live.signs_of_life import SignsOfLife
 from scaleray.records.alert_record import parse_alerts
-from scaleray.records.control_request import ControlRequest
 from scaleray.records.mlflow_operations import LogArtifact, SetTags
 from scaleray.records.run_description import RunDescription
 from scaleray.records.run_record import EventRecord, Heartbeat, StepRecord, SystemRecord
+from scaleray.records.worker_requests import ControlRequest
 
 LABELS = {"ray_train_run_name": "digits", "run_id": "d1"}
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from scaleray.live.state.run_state import RunState
-from scaleray.recording.run_time import GoodputFile
+from scaleray.recording.recorder import GoodputFile
 from scaleray.records.run_description import RunDescription
 from scaleray.records.run_record import CheckpointRecord, EvaluationRecord, EventRecord, StepRecord
 

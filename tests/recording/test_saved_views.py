@@ -5,7 +5,7 @@ import getpass
 import pytest
 from mlflow import MlflowClient
 
-from scaleray.common import user_name
+from scaleray.common import own_folder
 from scaleray.recording import provenance, saved_views
 from scaleray.recording.store import RunStore
 from scaleray.recording.study_runs import ParentRun
@@ -75,8 +75,8 @@ def test_a_user_without_a_name_and_a_folder_without_git_are_left_out(monkeypatch
     def nobody():
         raise KeyError("getpwuid(): uid not found: 12345")
 
-    monkeypatch.setattr(user_name.getpass, "getuser", nobody)
-    assert user_name.user_or_somebody() == "somebody"
+    monkeypatch.setattr(own_folder.getpass, "getuser", nobody)
+    assert own_folder.user_or_somebody() == "somebody"
     assert provenance.source_tags("w", {}).keys() == {"scaleray.workload", "mlflow.source.name", "mlflow.source.type"}
 
 

@@ -10,7 +10,7 @@ from small_runs import Classify, WithBatchNorm, train
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from scaleray.strategies.traffic.byte_counter import Traffic
+from scaleray.strategies.sharding.counted_passes import Traffic
 
 STEPS = 3
 NUMBERS = (torch.float64, torch.int64)

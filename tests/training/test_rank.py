@@ -9,7 +9,7 @@ from scaleray.training.rank import HANG_EXIT_CODE
 SCRIPT = """
 import sys, time
 from small_runs import Classify, make_job
-from scaleray.records.control_request import ControlRequest
+from scaleray.records.worker_requests import ControlRequest
 from scaleray.training import rank
 from scaleray.training.setup.rank_context import RankContext
 

@@ -39,8 +39,7 @@ from scaleray.training.state import training_state as state_module
 from scaleray.training.state.training_state import TrainState
 from scaleray.training.step import evaluation
 from scaleray.training.step.evaluation import Evaluations, Evaluator, NamedSums
-from scaleray.training.step.guarded_update import GuardedUpdate
-from scaleray.training.step.step import TrainStep
+from scaleray.training.step.step import GuardedUpdate, TrainStep
 
 CLIP = {"optimizer.clip_norm": 0.3}
 NORM, DROPOUT = rows(WithBatchNorm, num_val=21), rows(WithDropout)
@@ -527,7 +526,7 @@ def updates_of_the_next_rank():
         yield
 
 
-@planted("training/step/guarded_update.py", "one worker alone leaves out its third step", "parameters",
+@planted("training/step/step.py", "one worker alone leaves out its third step", "parameters",
          workload=rows())  # fmt: skip
 def a_worker_skips_alone():
     calls = {}

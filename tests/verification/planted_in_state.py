@@ -317,7 +317,7 @@ def a_rate_of_its_own():
 # the optimizer
 
 
-@planted("training/step/guarded_update.py", "weight decay acts once for each worker", "update",
+@planted("training/step/step.py", "weight decay acts once for each worker", "update",
          workload=rows(), flags={"optimizer.weight_decay": 0.1, **ADAM})  # fmt: skip
 def decay_once_for_each_worker():
     def decay(setup):
@@ -340,7 +340,7 @@ def adam_counts_workers():
         yield
 
 
-@planted("training/step/guarded_update.py", "momentum is forgotten in every fourth step", "update",
+@planted("training/step/step.py", "momentum is forgotten in every fourth step", "update",
          workload=rows())  # fmt: skip
 def momentum_forgotten():
     def forget(setup):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scaleray.errors import UsageError
-from scaleray.records.trace_request import USUAL_RANKS, TraceRequest, trace_request
+from scaleray.records.worker_requests import USUAL_RANKS, TraceRequest, trace_request
 
 STEPS = 50
 

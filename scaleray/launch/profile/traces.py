@@ -20,7 +20,7 @@ from scaleray.profiling.traces.merge import merge
 from scaleray.profiling.traces.time_shares import precision_of
 from scaleray.profiling.traces.trace import Trace, read_trace
 from scaleray.profiling.traces.trace_report import TraceReport, ranks_of, report_on
-from scaleray.records.trace_request import FOLDER
+from scaleray.records.worker_requests import FOLDER
 
 TRACE_ENDINGS = (".json", ".json.gz")
 SNAPSHOT_ENDINGS = (".pickle", ".pkl", ".pickle.gz")

@@ -64,8 +64,8 @@ from scaleray.launch.run.run_flop_count import counted_flops
 from scaleray.launch.run.train_options import TrainOptions
 from scaleray.launch.run.trainer import Interrupted, fit
 from scaleray.launch.session.alert_targets import alert_settings
+from scaleray.launch.session.conditions import check_same_data
 from scaleray.launch.session.config_argument import Config, whole_config
-from scaleray.launch.session.data_sources import check_same_data, is_in_steps
 from scaleray.launch.session.experiment import check_policy
 from scaleray.launch.session.opened import check_learning_rate, check_started_once, forbid_ray, with_absolute_paths
 from scaleray.launch.session.run_folder import RunFolder
@@ -79,7 +79,7 @@ from scaleray.recording.recorder import Recorder
 from scaleray.records.run_description import RunDescription
 from scaleray.records.run_record import EventRecord, RunRecord, Say, Show
 from scaleray.records.start import DATA, IMPORTS, RAY, StartClock, steady_time
-from scaleray.records.trace_request import TraceRequest
+from scaleray.records.worker_requests import TraceRequest
 from scaleray.training.health import stray_runs
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.state import weights as final_weights
@@ -192,7 +192,7 @@ def run_training(
             if not local:
                 start.end(RAY)
             fitted = preprocessing.load(folder.path) if request.before else None
-            sources = load_sources(workload, fitted=fitted, in_steps=is_in_steps(config))
+            sources = load_sources(workload, fitted=fitted, in_steps=config.is_in_steps)
             if not local:
                 refuse_unsendable(sources)
                 if found := stray_runs.stray(mlflow_runs):  # workers look for their own

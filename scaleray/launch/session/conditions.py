@@ -12,7 +12,7 @@ import scaleray
 from scaleray.common.fingerprint import environment
 from scaleray.config import RunConfig
 from scaleray.config.decides import is_beside_training
-from scaleray.errors import ConfigError
+from scaleray.errors import ConfigError, DataError
 from scaleray.records.json_record import jsonable, leaves
 from scaleray.records.study_record import Conditions
 from scaleray.workload import user_modules
@@ -111,3 +111,15 @@ def _sources(workload: Any) -> dict[str, str]:
         if path := getattr(module, "__file__", None):
             files[module.__name__] = Path(path)
     return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in files.items()}
+
+
+def check_same_data(was: str | None, now: str | None, *, what: str, advice: str) -> None:
+    """Raise DataError if both hashes (SHA-256 of the training data) are known and differ.
+
+    what: the interrupted run, study or sweep that read the other data. advice: the next step."""
+    if was and now and was != now:
+        raise DataError.problem(
+            "the training data",
+            f"has changed: its SHA-256 is {now[:16]}..., and the interrupted {what} read {was[:16]}",
+            advice,
+        )

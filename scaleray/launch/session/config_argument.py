@@ -51,13 +51,12 @@ def show_config(
     from scaleray.config.brought import with_brought
     from scaleray.data import TRAIN, Split, load_sources
     from scaleray.data.iterable import ENDLESS
-    from scaleray.launch.session.data_sources import is_in_steps
     from scaleray.workload import make_workload
 
     settings = whole.workload
     workload = make_workload(workload, settings.name, settings.args, base_dir=base_dir)
     whole = with_brought(whole, workload)
-    size = Split.of(TRAIN, load_sources(workload, in_steps=is_in_steps(whole))[TRAIN]).size
+    size = Split.of(TRAIN, load_sources(workload, in_steps=whole.is_in_steps)[TRAIN]).size
     recipe = derive(whole, size)
     rows = "without an end" if size.num_samples == ENDLESS else size.num_samples
     shown.update(config=whole.to_dict(), hash=whole.hash())

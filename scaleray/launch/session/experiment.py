@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from scaleray.common.own_folder import user_name
 from scaleray.common.printed import quantity
-from scaleray.common.user_name import user_name
 from scaleray.config import RunConfig
 from scaleray.config.tracking_monitoring_study import TrackingSettings
 from scaleray.launch.session.team_policy import read_team_policy

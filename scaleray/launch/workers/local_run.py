@@ -16,8 +16,8 @@ from scaleray.data.source_interface import Source
 from scaleray.launch.workers.gloo import TELL, Teller, UserCode, gloo_processes, refuse_streams
 from scaleray.launch.workers.loaded_workload import ship_user_code
 from scaleray.recording.recorder import Recorder
-from scaleray.records.control_request import ControlRequest
 from scaleray.records.run_record import Heartbeat, Show, WorkerMessage
+from scaleray.records.worker_requests import ControlRequest
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.rank_context import RankContext
 

@@ -2,8 +2,87 @@
 
 from __future__ import annotations
 
-from scaleray.live.dashboards import cluster_dashboard, rank_dashboard, run_dashboard, scaling_dashboard, scraping
+from collections.abc import Sequence
+from typing import Any
+
+from scaleray.live.dashboards import cluster_dashboard, rank_dashboard, run_dashboard, scaling_dashboard
 from scaleray.live.dashboards.grafana import as_json, panel_ids
+from scaleray.live.foreign import OF_GPUS
+
+INTERVAL = "5s"
+"""Time between two scrapes and between two evaluations of the rules, by which an alert may lag its cause."""
+RAY_TARGETS = "/tmp/ray/prom_metrics_service_discovery.json"
+"""File below a Ray head's --temp-dir in which it lists its nodes' addresses."""
+ITS_NODE = {
+    "source_labels": ["node", "__address__"],
+    "regex": ";([^:]+)(:.*)?",
+    "target_label": "node",
+    "replacement": "$1",
+}
+"""Relabelling that sets an exporter's `node` to the host of its address if it has none."""
+WRITTEN = "# Written by `scaleray dashboards write`; edit the code instead."
+
+
+def config(
+    *,
+    ray_targets: Sequence[str] = (),
+    run_targets: Sequence[str] = (),
+    gpu_targets: Sequence[str] = (),
+    alertmanagers: Sequence[str] = (),
+    rules: Sequence[str] = (),
+    interval: str = INTERVAL,
+) -> dict[str, Any]:
+    """A configuration of Prometheus.
+
+    ray_targets: files of service discovery that Ray heads write. run_targets: addresses of runs without Ray
+    (monitoring.port). gpu_targets: addresses of DCGM exporters. rules: files of rules.
+    """
+    jobs: list[dict[str, Any]] = []
+    if ray_targets:
+        # the file itself says `job: ray`
+        jobs.append({"job_name": "ray", "file_sd_configs": [{"files": list(ray_targets), "refresh_interval": "5s"}]})
+    if run_targets:
+        jobs.append({"job_name": "scaleray", "static_configs": [{"targets": list(run_targets)}]})
+    if gpu_targets:
+        jobs.append(
+            {"job_name": "dcgm", "static_configs": [{"targets": list(gpu_targets)}], "relabel_configs": [ITS_NODE]}
+        )
+    result: dict[str, Any] = {"global": {"scrape_interval": interval, "evaluation_interval": interval}}
+    if rules:
+        result["rule_files"] = list(rules)
+    if alertmanagers:
+        result["alerting"] = {"alertmanagers": [{"static_configs": [{"targets": list(alertmanagers)}]}]}
+    return {**result, "scrape_configs": jobs}
+
+
+def as_yaml() -> str:
+    """`prometheus.yml` to begin with: a Ray head, runs without Ray, exporters of GPUs, rules and an Alertmanager."""
+    import yaml
+
+    values = config(
+        ray_targets=[RAY_TARGETS],
+        run_targets=["127.0.0.1:9464"],
+        gpu_targets=["127.0.0.1:9400"],
+        alertmanagers=["127.0.0.1:9093"],
+        rules=["alerts.yaml"],
+    )
+    return "\n".join(
+        (
+            WRITTEN,
+            "# prometheus --config.file dashboards/prometheus.yml --web.listen-address 127.0.0.1:9090",
+            "# Put in: the --temp-dir of the Ray head, monitoring.port of runs without Ray, exporters of GPUs. Of an",
+            "# exporter whose address is not that of Ray's node add the latter to its targets; otherwise the alert for",
+            "# idle GPUs never fires: labels: {node: 10.0.0.1}",
+            yaml.safe_dump(values, sort_keys=False),
+        )
+    )
+
+
+def dcgm_counters() -> str:
+    """Counters for `dcgm-exporter -f dcgm_counters.csv` that dashboards and rules need; many are off by default."""
+    lines = [f"{metric.name}, {metric.kind}, {metric.help}" for metric in OF_GPUS]
+    return "\n".join((WRITTEN, "# DCGM field, type in Prometheus, help", *lines, ""))
+
 
 DASHBOARDS = {
     one.name: one
@@ -20,8 +99,8 @@ def files() -> dict[str, str]:
     """The text of each file by its name."""
     return {
         **{f"{name}.json": as_json(dashboard) for name, dashboard in DASHBOARDS.items()},
-        "prometheus.yml": scraping.as_yaml(),
-        "dcgm_counters.csv": scraping.dcgm_counters(),
+        "prometheus.yml": as_yaml(),
+        "dcgm_counters.csv": dcgm_counters(),
     }
 
 

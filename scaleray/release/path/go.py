@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from scaleray.common.filesystems import set_aside
-from scaleray.common.user_name import user_or_somebody
+from scaleray.common.own_folder import user_or_somebody
 from scaleray.errors import UsageError
 from scaleray.records.path_record import OVER, STEPS, PathDecision, PathRecord, PathTask
 from scaleray.records.run_record import Say

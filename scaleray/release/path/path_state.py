@@ -16,7 +16,7 @@ import yaml
 
 from scaleray.common.filesystems import is_locked, lock, write_whole
 from scaleray.common.git_state import git_state
-from scaleray.common.user_name import user_or_somebody
+from scaleray.common.own_folder import user_or_somebody
 from scaleray.config import RunConfig, Target, load_config
 from scaleray.config.base import Duration, absolute_path, without_password
 from scaleray.config.checkpoint import default_storage_path

@@ -11,10 +11,12 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from scaleray.clusters.manifests.cloud_machines import MACHINES, Machine
@@ -28,9 +30,12 @@ from scaleray.config import RunConfig
 from scaleray.config.alerts import AlertLimits
 from scaleray.config.base import HIDDEN, without_password
 from scaleray.errors import StorageError, UsageError
+from scaleray.live.rules.learning_rules import IN_A_ROW, LEAST_POINTS, LOOK_BACK, mads_above, over_median
 from scaleray.live.rules.promql import RUN
 from scaleray.live.rules.rule_files import PATH as ALERTS
 from scaleray.live.rules.rule_files import files as rule_files
+from scaleray.live.rules.series_history import Values
+from scaleray.live.steps_file import step_rows
 from scaleray.models.trained_run import CODE
 from scaleray.recording.find_record import FoundRun
 from scaleray.records.json_record import jsonable
@@ -38,7 +43,6 @@ from scaleray.records.run_record import RunRecord
 from scaleray.records.statement import digests
 from scaleray.release.gate.evidence import training
 from scaleray.release.gates.policy import Policy
-from scaleray.release.promote.measured_limits import SLOWER, MeasuredLimits, measured_limits
 
 FOLDER = "pipeline"
 """Name among the files of a version."""
@@ -231,3 +235,74 @@ def _machine(run: RunRecord) -> Machine | None:
     known = [one for one in MACHINES if name and one.gpu.partition("-")[0] in name]
     filled = [one for one in known if one.gpus <= run.workers]
     return max(filled, key=lambda one: one.gpus, default=min(known, key=lambda one: one.gpus, default=None))
+
+
+FACTOR = 2.0
+"""Factor between the largest measurement and a limit."""
+MOST_CHECKS = 2000
+"""Most steps of a run, evenly spread, at which its losses and gradients are compared with earlier ones."""
+SLOWER = 0.8
+"""Share of the slowest run's samples per second below which a later run is slower than the promoted ones."""
+
+
+@dataclass(frozen=True)
+class MeasuredLimits:
+    """Limits, and a line for each that was measured. samples_per_s: of the slowest run; None if none was steady."""
+
+    limits: AlertLimits
+    lines: tuple[str, ...]
+    samples_per_s: float | None
+
+
+def measured_limits(runs: Sequence[FoundRun]) -> MeasuredLimits:
+    """Limits from these runs. Quantities without measurements keep the default limit."""
+    usual, records = AlertLimits(), [training(run) for run in runs]
+    rows = [step_rows(run.steps) for run in runs]
+    times, losses, norms = (
+        [np.array([row[name] for row in one if row.get(name) is not None]) for one in rows]
+        for name in ("step_time_s", "loss", "grad_norm")
+    )
+    waits = [record.input_wait_share for record in records if record.input_wait_share is not None]
+    shares = [
+        peak / part["device_bytes"]
+        for record in records
+        for peak, part in zip(record.peak_memory_bytes, record.memory, strict=False)
+        if part.get("device_bytes")
+    ]
+    measured = {
+        "no_progress_s": max((float(one.max()) for one in times if len(one)), default=None),
+        "input_wait_share": max(waits, default=None),
+        "loss_spike_mads": _largest(losses, mads_above),
+        "gradient_factor": _largest(norms, over_median),
+        "memory_share": max(shares, default=None),
+    }
+    found: dict[str, float] = {}
+    lines = []
+    for name, value in measured.items():
+        if value is None:
+            continue
+        found[name] = _limit(name, value, float(getattr(usual, name)))
+        lines.append(f"{name}: {found[name]:.4g}; the largest measured value was {value:.4g}")
+    speeds = [record.samples_per_s for record in records if record.samples_per_s]
+    return MeasuredLimits(usual.model_copy(update=found), tuple(lines), min(speeds, default=None))
+
+
+def _limit(name: str, value: float, usual: float) -> float:
+    """A limit above the measurements, at least half of the default: otherwise a calm run would get a tight limit."""
+    if name == "memory_share":  # half of what is left
+        return round(min(0.99, (1 + value) / 2), 4)
+    limit = max(FACTOR * value, usual / 2)
+    return float(f"{min(limit, 0.9) if name == 'input_wait_share' else limit:.3g}")
+
+
+def _largest(series: Sequence[Values], measure: Callable[[Values, Values], Values]) -> float | None:
+    """The highest level reached by a streak of values as long as an alert needs, in any run; None if all runs are too
+    short."""
+    found = [one for values in series for one in _in_a_row(values[np.isfinite(values)], measure)]
+    return max(found, default=None)
+
+
+def _in_a_row(values: Values, measure: Callable[[Values, Values], Values]) -> list[float]:
+    last = len(values) - IN_A_ROW
+    looks = range(LEAST_POINTS, last + 1, max(1, last // MOST_CHECKS))
+    return [float(measure(values[at : at + IN_A_ROW], values[max(0, at - LOOK_BACK) : at]).min()) for at in looks]

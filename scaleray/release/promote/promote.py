@@ -15,9 +15,8 @@ from typing import Any
 
 from scaleray.common.filesystems import write_whole
 from scaleray.common.options import takes
-from scaleray.common.own_folder import cache_folder
+from scaleray.common.own_folder import cache_folder, user_or_somebody
 from scaleray.common.progress import stage
-from scaleray.common.user_name import user_or_somebody
 from scaleray.errors import CheckpointError, TrackingError, UsageError
 from scaleray.models.fetched import MODEL
 from scaleray.models.load import find_parts

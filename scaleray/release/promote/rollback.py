@@ -7,8 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from scaleray.common.own_folder import cache_folder
-from scaleray.common.user_name import user_or_somebody
+from scaleray.common.own_folder import cache_folder, user_or_somebody
 from scaleray.errors import TrackingError, UsageError
 from scaleray.models.fetched import changes
 from scaleray.models.registry import ModelRegistry, ModelVersion, Named

@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
-from scaleray.records.control_request import ControlRequest
 from scaleray.records.live_state import RecentSteps
 from scaleray.records.phases import TIMED, Phase
+from scaleray.records.worker_requests import ControlRequest
 from scaleray.workload import user_frames
 
 HANG = "a hang: "  # begins the phase of a worker that is about to end itself

@@ -1,7 +1,7 @@
 """Bandwidth between each pair of ranks, one pair after another.
 
 Not part of a training step: it runs at the end of a profiled training, and when the alert of slow links requests it,
-see `link_watch.py`. Between many ranks of several nodes only the first of each node takes part, since a node's ranks
+see `profiler.py`. Between many ranks of several nodes only the first of each node takes part, since a node's ranks
 share its links."""
 
 from __future__ import annotations

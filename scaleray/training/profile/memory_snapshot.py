@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from scaleray.profiling.traces.memory_blocks import CATEGORIES, FORMAT
-from scaleray.records.trace_request import TraceRequest
+from scaleray.records.worker_requests import TraceRequest
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.rank_context import RankContext
 

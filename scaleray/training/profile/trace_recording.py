@@ -25,7 +25,7 @@ from scaleray.common.model_blocks import find_blocks
 from scaleray.common.watchers import Guard, Watcher
 from scaleray.profiling.traces.kernel_kinds import Kind, kinds_of
 from scaleray.profiling.traces.trace import MODULE_PREFIX, OWN_KEY, read_trace
-from scaleray.records.trace_request import TraceRequest
+from scaleray.records.worker_requests import TraceRequest
 from scaleray.training.observer import Observer
 from scaleray.training.profile.memory_snapshot import MemoryHistory
 from scaleray.training.setup.job import TrainJob

@@ -5,11 +5,14 @@ Everything runs in this process and, for the last check, in gloo processes: with
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
@@ -24,19 +27,24 @@ from scaleray.config.recipe.derive import derive
 from scaleray.data import TRAIN, Split, load_sources
 from scaleray.data.iterable import ENDLESS
 from scaleray.data.source_interface import Source
-from scaleray.errors import ScaleRayError
+from scaleray.errors import ScaleRayError, WorkloadError
 from scaleray.launch.session.config_argument import Config, whole_config
-from scaleray.launch.session.data_sources import is_in_steps
 from scaleray.launch.session.opened import forbid_ray, with_absolute_paths
 from scaleray.launch.workers.forks import OF_A_CHECK, begin_imports
-from scaleray.launch.workers.gloo import UserCode
-from scaleray.records.check_record import GOOD, WRONG, CheckRecord, Finding
+from scaleray.launch.workers.gloo import TELL, UserCode, gloo_processes
+from scaleray.records.certificate import Outcome
+from scaleray.records.check_record import DOUBTFUL, GOOD, WRONG, CheckRecord, Finding
+from scaleray.records.hangs import HANGS
 from scaleray.records.run_record import Say
 from scaleray.records.start import steady_time
 from scaleray.training.setup.job import TrainJob
+from scaleray.verification.causes.cause_classes import Cause
 from scaleray.verification.check.data_checks import InputCheck, columns_of_splits, constant, repeatable, sendable
 from scaleray.verification.check.model_checks import ModelCheck, built_alike
-from scaleray.verification.check.two_processes import two_processes
+from scaleray.verification.variants import Assignment
+from scaleray.verification.verification_plan import make_plan
+from scaleray.verification.verify import verify_here
+from scaleray.verification.verify_options import VerifyOptions
 from scaleray.workload import make_workload, no_exit
 
 Result = TypeVar("Result")
@@ -82,7 +90,7 @@ class _Check:
         )
         if workload is None or self._step("settings", lambda: self._settle(workload)) is None:
             return
-        sources = self._step("data", lambda: load_sources(workload, in_steps=is_in_steps(self.config)))
+        sources = self._step("data", lambda: load_sources(workload, in_steps=self.config.is_in_steps))
         if sources is None:
             return
         self.record.figures["rows"] = {name: source.num_rows for name, source in sources.items()}
@@ -152,3 +160,70 @@ class _Check:
 
 def _rows(source: Source) -> str:
     return "rows without an end" if source.num_rows == ENDLESS else f"{source.num_rows} rows"
+
+
+STEPS = 2
+ROWS = 4
+"""Samples of a global batch here: two for each process, as batch normalisation needs."""
+SUBJECT = "two processes"
+PRECISIONS = {"fp64": "float64", "fp32": "float32"}
+
+
+def two_processes(config: RunConfig, workload: Any, sources: Mapping[str, Source], code: UserCode) -> Finding:
+    """The verdict on the first steps of ddp on two gloo processes compared with one process. Raises UsageError."""
+    try:
+        return _compared(config, workload, sources, code, precision="fp64")
+    except WorkloadError as exc:
+        # it trains in its own precision: a part that the workload makes in float32 does not meet weights in float64
+        try:
+            found = _compared(config, workload, sources, code, precision="fp32")
+        except WorkloadError:
+            raise exc from None
+        return replace(found, text=f"{found.text}; the workload does not run in float64")
+
+
+def _compared(
+    config: RunConfig,
+    workload: Any,
+    sources: Mapping[str, Source],
+    code: UserCode,
+    *,
+    precision: Literal["fp64", "fp32"],
+) -> Finding:
+    options = VerifyOptions(strategies=("ddp",), world_sizes=(2,), accumulation=(1,), steps=STEPS, precision=precision)
+    train = {TRAIN: sources[TRAIN]}  # an evaluation of all rows may take longer than everything else
+    config = config.changed({"stop.at": None})
+    if config.batch.unit == "samples" and config.batch.global_size > ROWS:
+        config = config.changed({"batch.global_size": ROWS, "batch.micro_size": None})
+    plan = make_plan(config, options, workload, train)
+    variants = [variant for group in plan.groups.values() for variant in group]
+    if not variants:
+        why = plan.refused[0].words if plan.refused else "no variant runs"
+        return Finding(SUBJECT, DOUBTFUL, f"not compared: {why}")
+    outcomes: list[Outcome] = []
+    folder = tempfile.mkdtemp(prefix="scaleray-check-")  # stays where an error says to look into it
+    timeout_s = config.scale.collective_timeout_s
+    with gloo_processes(2, code, timeout_s=timeout_s, watched_in=folder) as processes:
+        assignment = Assignment(plan.reference, tuple(variants), options.allowed)
+        try:
+            outcomes, _ = processes.run(2, verify_here, assignment, {}, train, TELL, workload=workload)
+        finally:
+            if not os.path.isdir(f"{folder}/{HANGS}"):
+                shutil.rmtree(folder, ignore_errors=True)
+    return judged(outcomes, precision=precision)
+
+
+def judged(outcomes: list[Outcome], *, precision: str = "fp64") -> Finding:
+    """The finding for a comparison."""
+    [outcome] = outcomes
+    if outcome.verdict == "refused":
+        return Finding(SUBJECT, DOUBTFUL, f"not compared: {outcome.words}")
+    if (found := outcome.mismatch) is not None:
+        where = f"step {found.step}: {found.quantity}{f' of {found.parameter}' if found.parameter else ''}"
+        if found.cause == Cause.CUT:
+            return Finding(SUBJECT, DOUBTFUL, f"they differ from one process because of the loss itself: {found.why}")
+        text = f"they differ from one process: {where} is {found.difference:.1e} apart; {found.cause}: {found.why}"
+        return Finding(SUBJECT, WRONG, f"{text}\n  scaleray verify --local gives details")
+    largest = outcome.comparison.largest
+    text = f"equal one process within {largest:.1e} over {STEPS} steps in {PRECISIONS[precision]}"
+    return Finding(SUBJECT, GOOD, f"{text}; {outcome.words}" if outcome.words else text)

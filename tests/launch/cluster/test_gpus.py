@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from scaleray.config import load_config
-from scaleray.config.changes import changes
 from scaleray.config.recipe.derive import derive
 from scaleray.config.recipe.values import DataSize
 from scaleray.errors import ConfigError
 from scaleray.launch.cluster.connection import Node
 from scaleray.launch.cluster.gpu_workers import idle_gpus, with_gpus_decided
+from scaleray.launch.run.resume import changes
 from scaleray.launch.workers.ray_train import collective_backend, worker_resources
 
 NEEDED = {"workload.name": "m:W", "batch.global_size": 8, "optimizer.learning_rate": 0.1, "stop.after": "1 epoch"}

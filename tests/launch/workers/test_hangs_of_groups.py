@@ -26,7 +26,7 @@ from scaleray.sweeps.sweep_plan import material_key
 from scaleray.sweeps.trial_workers import TrialGroup
 from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.setup.stores import OwnedStore, open_store
-from scaleray.verification.check.two_processes import two_processes
+from scaleray.verification.check.check import two_processes
 
 pytestmark = pytest.mark.combination
 

@@ -11,10 +11,10 @@ from small_runs import Classify, make_job
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.errors import LeftEarly
 from scaleray.launch.workers import local_run
-from scaleray.records.control_request import ControlRequest
 from scaleray.records.phases import Phase
 from scaleray.records.published import LinksMeasured
 from scaleray.records.run_record import EventRecord, Heartbeat
+from scaleray.records.worker_requests import ControlRequest
 from scaleray.training import rank
 
 TOLD, WISHES = [], []

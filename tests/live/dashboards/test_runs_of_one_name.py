@@ -13,7 +13,7 @@ from scaleray.common.metric import prometheus_name
 from scaleray.live.dashboards.dashboard_files import DASHBOARDS
 from scaleray.live.rules.rule_evaluator import BY_NAME
 from scaleray.live.rules.rule_files import as_yaml
-from scaleray.live.rules.webhook_body import webhook_body
+from scaleray.live.run_alerts import webhook_body
 from scaleray.records.alert_record import Alert
 
 ODD = 'a "run" {of}\\ all & sundry + 5 %, $1'

@@ -9,7 +9,7 @@ import yaml
 from optional_programs import needs, program
 from rule_cases import EVERY_S, RUN
 
-from scaleray.live.dashboards.scraping import ITS_NODE, config
+from scaleray.live.dashboards.dashboard_files import ITS_NODE, config
 from scaleray.live.rules.gpu_rules import ACTIVE
 from scaleray.live.rules.rule_evaluator import BY_NAME
 from scaleray.live.rules.rule_files import as_yaml, labels

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from scaleray.config.hardware.cluster_text import parse_cluster
 from scaleray.planner.cost.constants import DEFAULT
 from scaleray.planner.cost.layout import Layout
-from scaleray.planner.cost.pipeline_time import hand_overs_s, idle_micro_batches
-from scaleray.planner.cost.step_time import step_time
+from scaleray.planner.cost.step_time import hand_overs_s, idle_micro_batches, step_time
 from scaleray.planner.models.names import find_model
 
 LLAMA = find_model("llama-7b", sequence=2048)

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 from study_examples import run_record
 
+from scaleray.launch.run.run_page import profile_section
 from scaleray.profiling.goodput import CLASSES
 from scaleray.profiling.report.profile_figure import COLOURS, GOODPUT_COLOURS, profile_drawings
-from scaleray.profiling.report.run_profile_page import profile_section
 from scaleray.records.phases import PARTS
 from scaleray.records.profile_record import Buckets, Goodput, MemoryNumbers, MemoryPeak, RankProfile, RunProfile, Spread
 

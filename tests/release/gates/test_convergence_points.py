@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scaleray.release.gates.convergence_points import ReferencePoint, olympic
+from scaleray.release.gates.convergence import ReferencePoint, olympic
 
 
 def test_the_mean_leaves_out_the_best_and_the_worst_and_the_spread_does_not():

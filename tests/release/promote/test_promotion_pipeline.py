@@ -17,8 +17,7 @@ from scaleray.config.alerts import AlertLimits
 from scaleray.errors import UsageError
 from scaleray.recording.find_record import FoundRun, find_run
 from scaleray.release.gates.policy import Policy
-from scaleray.release.promote.measured_limits import measured_limits
-from scaleray.release.promote.pipeline import write_pipeline
+from scaleray.release.promote.pipeline import measured_limits, write_pipeline
 from scaleray.release.promote.promote import promote
 from scaleray.release.promote.verify_promoted import check_promoted
 from tests.recorded_runs import a_run

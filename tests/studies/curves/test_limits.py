@@ -10,8 +10,8 @@ from planted_curves import point
 
 from scaleray.config.loading import known_keys
 from scaleray.records.study_record import Mode, Point
+from scaleray.studies.curves.curves import WORDS, advice, limit_of, lost_shares
 from scaleray.studies.curves.efficiency import curve_points
-from scaleray.studies.curves.limits import WORDS, advice, limit_of, lost_shares
 
 
 def parts(workers: int, mode: Mode, compute: float, comm: float, wait: float, **more: Any) -> Point:

@@ -11,7 +11,7 @@ from collections import deque
 import pytest
 from waiting import wait_until
 
-from scaleray.records.control_request import ControlRequest
+from scaleray.records.worker_requests import ControlRequest
 from scaleray.training.health.worker_progress import Progress, Tail, Watchdog, waits_for_others, where
 
 

@@ -13,8 +13,8 @@ from scaleray.profiling.links import EVERY_OTHER, slowest
 from scaleray.records.profile_record import LinkRow
 from scaleray.records.published import LinksMeasured
 from scaleray.records.run_record import EventRecord, StepRecord
-from scaleray.training.profile import link_probe, link_watch
-from scaleray.training.profile.link_watch import LinkWatch
+from scaleray.training.profile import link_probe, profiler
+from scaleray.training.profile.profiler import LinkWatch
 from scaleray.training.state.checkpointing import Control
 
 BYTES_PER_S = 1e6
@@ -82,8 +82,8 @@ def test_a_full_gpu_is_not_asked_for_more_memory(monkeypatch):
     """NCCL would take it for each pair; all ranks agree on that before any of them begins."""
     told = []
     place = SimpleNamespace(rank=0, world_size=2, device="cuda:0", all_reduce_max=lambda values: [1.0])
-    monkeypatch.setattr(link_watch, "_is_full", lambda device: False)
-    monkeypatch.setattr(link_watch, "probe_links", lambda *about, **more: 1 / 0)
+    monkeypatch.setattr(profiler, "_is_full", lambda device: False)
+    monkeypatch.setattr(profiler, "probe_links", lambda *about, **more: 1 / 0)
     asks = SimpleNamespace(asks_for_links=lambda signals: True)
     watch = LinkWatch(place, asks, emit=told.append, guard=lambda watcher, look, otherwise, part: look())
     watch.after_step(StepRecord(7, 1.0, 8.0, 8, 0.1, None, 0.01, 0.0, 0.1))

@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from scaleray.profiling.memory import numbers_of
 from scaleray.records.phases import Phase
 from scaleray.training.profile import memory_curve, used_memory
-from scaleray.training.profile.memory_curve import MemoryCurve
+from scaleray.training.profile.memory_curve import MemoryCurve, numbers_of
 
 
 @pytest.fixture

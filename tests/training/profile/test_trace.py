@@ -11,7 +11,7 @@ from scaleray.common.watchers import Guard, Watcher
 from scaleray.errors import ConfigError
 from scaleray.profiling.traces.trace import read_trace
 from scaleray.profiling.traces.trace_report import ranks_of, report_on
-from scaleray.records.trace_request import TraceRequest, trace_request
+from scaleray.records.worker_requests import TraceRequest, trace_request
 from scaleray.training.profile import trace_recording as tracing
 from scaleray.training.profile.memory_snapshot import as_json
 from scaleray.training.profile.trace_recording import expected_bytes, named_parts

@@ -1,9 +1,10 @@
-"""Request for traces of a training: which ranks, and how many steps at its end."""
+"""Requests to the workers of a training: traces of ranks and steps, and actions in reply to heartbeats."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from enum import StrEnum
 
 from scaleray.errors import ConfigError
 
@@ -82,3 +83,15 @@ def trace_request(ranks: str = USUAL_RANKS, *, operators: bool = True, memory: b
     return TraceRequest(
         tuple(sorted(numbers)), SLOWEST in words, ONE_A_NODE in words, operators=operators, memory=memory
     )
+
+
+class ControlRequest(StrEnum):
+    """Action requested of a worker after its step. The empty string, which is false, means none."""
+
+    NOTHING = ""
+    SAVE = "save"
+    """Write a checkpoint, and continue."""
+    LINKS = "links"
+    """Measure the links between the workers, and continue."""
+    LEAVE = "leave"
+    """Save, and end properly."""
