@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from scaleray.common.guarded import guarded, is_guarded
+from scaleray.common.guarded import GUARD_VARIABLE, guarded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,4 +106,5 @@ def print_table(report, kinds: Sequence[str]) -> None:  # type: ignore[no-untype
 
 if __name__ == "__main__":
     # a cluster of several nodes: none of its processes may be left, however this one ends
-    sys.exit(main() if is_guarded() else subprocess.call(guarded([sys.executable, *sys.orig_argv[1:]])))
+    is_guarded = os.environ.get(GUARD_VARIABLE) == str(os.getppid())
+    sys.exit(main() if is_guarded else subprocess.call(guarded([sys.executable, *sys.orig_argv[1:]])))

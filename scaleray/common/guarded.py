@@ -40,11 +40,6 @@ def guarded(command: Sequence[str], *, outlives: bool = False) -> list[str]:
     return [sys.executable, "-P", __file__, str(NOBODY if outlives else os.getpid()), *command]
 
 
-def is_guarded() -> bool:
-    """Whether this process is the command of a guard. A tool with many processes restarts itself under one."""
-    return os.environ.get(GUARD_VARIABLE) == str(os.getppid())
-
-
 @contextlib.contextmanager
 def ending_like_ctrl_c() -> Iterator[None]:
     """Raise KeyboardInterrupt on SIGTERM and SIGHUP (a closed terminal), so that open resources are closed.

@@ -15,7 +15,6 @@ from scaleray.config.base import HIDDEN, Count, Positive, Settings, without_pass
 Severity = Literal["critical", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
 Action = Literal["stop", "checkpoint", "none"]
-ACTIONS: tuple[Action, ...] = ("stop", "checkpoint", "none")
 
 RULES = (
     "no_progress", "worker_lost", "restarts", "run_failed", "run_finished",

@@ -173,7 +173,7 @@ def evaluate(
     if record and found.about.get("tracking_uri") is None:
         text = "is recorded in another MLflow than the one in use, which is contacted only if you name it"
         raise TrackingError.problem(f"the run {found.name}", text, "add --uri URI, or --no-record")
-    parts = find_parts(found, **options.parts)
+    parts = find_parts(found, options=options)
     sources = _sources(parts, data, split)
     config = evaluation_config(parts, found, workers)
     many = f"{workers} worker{'s' * (workers > 1)}"

@@ -14,6 +14,7 @@ from scaleray.checkpoints.peft_adapter import write_adapter
 from scaleray.common.filesystems import set_aside
 from scaleray.common.progress import stage
 from scaleray.errors import CheckpointError, StorageError, WorkloadError
+from scaleray.models.model_options import ModelChoice
 from scaleray.models.stored_weights import Weights, read_adapters, read_run_weights
 from scaleray.models.trained_run import TrainedRun, workload_of
 from scaleray.training.setup import fine_tuning
@@ -21,13 +22,7 @@ from scaleray.workload import call_user_code, own_method
 
 
 def write_folder(
-    trained: TrainedRun,
-    target: Path,
-    *,
-    step: int | str | None = None,
-    weights: str | None = None,
-    workload: Any = None,
-    adapter: bool = False,
+    trained: TrainedRun, target: Path, choice: ModelChoice, *, adapter: bool = False
 ) -> tuple[Weights, Path | None]:
     """Write the model of a run by the workload's `export(weights, folder)`: for models of transformers, a folder for
     `from_pretrained`. Returns its weights, and the new name of a previous folder.
@@ -35,16 +30,16 @@ def write_folder(
     adapter: write the low-rank adapters and other trained modules, for `PeftModel.from_pretrained`. The folder appears
     when it is complete; a previous one is renamed to `FOLDER.before-1` or the next free number. Raises CheckpointError,
     WorkloadError and StorageError."""
-    made, settings = workload_of(trained, workload), trained.config.fine_tuning
+    made, settings = workload_of(trained, choice.workload), trained.config.fine_tuning
     if adapter and settings.lora_rank:
-        chosen = _with_adapters(trained, step, weights)
+        chosen = _with_adapters(trained, choice)
         base = getattr(made, "folder", None)
         write: Callable[[Path], None] = lambda place: write_adapter(
             chosen.tensors, place, alpha=settings.lora_alpha, whole=settings.trained_whole, base=base
         )
     else:
         with stage("reading the weights"):
-            chosen = read_run_weights(trained, step, weights)
+            chosen = read_run_weights(trained, choice.which_step, choice.weights)
         has_adapters = bool(settings.lora_rank) and fine_tuning.has_adapters(chosen.tensors)
         tensors = fine_tuning.merged(chosen.tensors, settings) if has_adapters else chosen.tensors
         method = _export_of(made)
@@ -64,14 +59,14 @@ def _export_of(workload: Any) -> Callable[..., None]:
     return found
 
 
-def _with_adapters(trained: TrainedRun, step: int | str | None, which: str | None) -> Weights:
+def _with_adapters(trained: TrainedRun, choice: ModelChoice) -> Weights:
     """Weights with separate adapters: the final weights have them added to their layers, unless fine_tuning.merge is
     off."""
-    weights = read_run_weights(trained, step, which)
+    weights = read_run_weights(trained, choice.which_step, choice.weights)
     if fine_tuning.has_adapters(weights.tensors):
         return weights
     newest = Catalog.of_run(trained.folder.root, trained.config.checkpoint.copy_path).newest()
-    if newest is None and which != TRAINED and (adapters := read_adapters(trained)) is not None:
+    if newest is None and choice.weights != TRAINED and (adapters := read_adapters(trained)) is not None:
         return dataclasses.replace(weights, tensors={**weights.tensors, **adapters})
     if newest is None:
         raise CheckpointError.problem(
@@ -79,7 +74,7 @@ def _with_adapters(trained: TrainedRun, step: int | str | None, which: str | Non
             "were merged into the final weights, and no checkpoint has them separately",
             "train with --no-fine-tuning.merge, or with checkpoints",
         )
-    return read_run_weights(trained, newest.step, which)
+    return read_run_weights(trained, newest.step, choice.weights)
 
 
 def _write(write: Callable[[Path], None], target: Path) -> Path | None:

@@ -106,20 +106,22 @@ def export_model(
     peft. data: a file of rows to compare on; None takes rows of the training's data.
 
     Raises UsageError, DataError, CheckpointError, WorkloadError and StorageError."""
-    dtype, tolerance, step, weights = options.dtype, options.tolerance, options.which_step, options.weights
+    dtype, tolerance = options.dtype, options.tolerance
     out = Path(out)
     chosen = _format_of(out) if options.format is None else options.format
     _check(chosen, out, dtype=dtype, tolerance=tolerance, data=data, overwrite=options.overwrite)
     if chosen in KINDS:
-        parts = find_parts(run, **options.parts)
+        parts = find_parts(run, options=options)
         return _compared(parts, out, chosen, data, dtype, tolerance)
     trained = find_trained(run, uri=options.uri)
     if chosen == "pt":
-        return _plain(trained, out, read_run_weights(trained, step, weights).merged(trained.config.fine_tuning))
+        return _plain(
+            trained,
+            out,
+            read_run_weights(trained, options.which_step, options.weights).merged(trained.config.fine_tuning),
+        )
     target, is_adapter = out.expanduser().absolute(), chosen == "adapter"
-    found, former = write_folder(
-        trained, target, step=step, weights=weights, workload=options.workload, adapter=is_adapter
-    )
+    found, former = write_folder(trained, target, options, adapter=is_adapter)
     return ExportedModel(
         file=str(out), format=chosen, step=found.step,
         weights=f"{'the adapters of ' if is_adapter else ''}{found.words} of {trained.name}",

@@ -141,7 +141,7 @@ def load(run: str | Path, *, options: ModelChoice, device: torch.device | str = 
 
     Raises TrackingError for a run that does not exist, CheckpointError for weights that are missing or do not fit, and
     WorkloadError for a workload that is not found."""
-    return find_parts(run, **options.parts).build(device)
+    return find_parts(run, options=options).build(device)
 
 
 def _writable(column: Any) -> Any:
@@ -149,18 +149,12 @@ def _writable(column: Any) -> Any:
     return column.copy() if isinstance(column, Ragged) else np.require(column, requirements=["C", "W"])
 
 
-def find_parts(
-    run: str | Path | TrainedRun,
-    *,
-    step: int | str | None = None,
-    which: str | None = None,
-    workload: Any = None,
-    uri: str | None = None,
-) -> ModelParts:
+@takes(ModelChoice)
+def find_parts(run: str | Path | TrainedRun, *, options: ModelChoice) -> ModelParts:
     """Workload, config and weights of a run, as used by `load`."""
-    found = run if isinstance(run, TrainedRun) else find_trained(run, uri=uri)
-    made = workload_of(found, workload)
-    weights = read_run_weights(found, step, which).merged(found.config.fine_tuning)
+    found = run if isinstance(run, TrainedRun) else find_trained(run, uri=options.uri)
+    made = workload_of(found, options.workload)
+    weights = read_run_weights(found, options.which_step, options.weights).merged(found.config.fine_tuning)
     if weights.workload_state is not None and callable(getattr(made, "load_state_dict", None)):
         state = weights.workload_state
         call_user_code(lambda: made.load_state_dict(state), what="load_state_dict()", doing="restoring its state")

@@ -39,11 +39,6 @@ class ModelChoice:
         """The step as a number, if it is one."""
         return int(self.step) if isinstance(self.step, str) and self.step.isdecimal() else self.step
 
-    @property
-    def parts(self) -> dict[str, Any]:
-        """The choice as arguments of `find_parts`."""
-        return {"step": self.which_step, "which": self.weights, "workload": self.workload, "uri": self.uri}
-
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(ModelChoice):

@@ -151,7 +151,7 @@ def predict(
         if number < 1:
             raise UsageError(option, number, "it must be at least 1")
     path = check_out(out, overwrite=options.overwrite) if out is not None else None
-    parts = find_parts(run, **options.parts)
+    parts = find_parts(run, options=options)
     wide = parts.config.precision.dtype == "fp64"
     source: Source | None = None
     shape, tuples = Shape(wide=wide), False

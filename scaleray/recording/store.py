@@ -28,7 +28,6 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 T = TypeVar("T")
 UI_ADDRESS = "http://127.0.0.1:5000"
-UNLIKE_MLFLOW = "something else answers there: correct --tracking.uri"
 ANSWER_S = 5.0
 """Seconds to wait for a server's answer when looking for the reason of a failure."""
 REDIRECTS = (301, 302, 303, 307, 308)

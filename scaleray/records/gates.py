@@ -26,17 +26,17 @@ class GateRecord(JsonRecord):
     def summary(self) -> str:
         """Result of each gate, and every check that did not pass."""
         answers = ", ".join(f"{gate.gate} {gate.answer}" for gate in self.gates)
-        return "; ".join(
-            [
-                answers,
-                *(
-                    f"{gate.gate}: {check.what}: {check.words}"
-                    for gate in self.gates
-                    for check in gate.checks
-                    if check.answer != "pass"
-                ),
-            ]
-        )
+        return "; ".join([answers, *self.not_passed])
+
+    @property
+    def not_passed(self) -> list[str]:
+        """The checks that did not pass, each with its gate."""
+        return [
+            f"{gate.gate}: {check.what}: {check.words}"
+            for gate in self.gates
+            for check in gate.checks
+            if check.answer != "pass"
+        ]
 
     def lines(self) -> list[str]:
         """Lines with the overall result, the result of each gate, and the checks that did not pass."""

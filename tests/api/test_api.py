@@ -136,11 +136,11 @@ def test_a_class_is_verified_without_a_config_file(tmp_path, uri):
 def test_a_class_of_the_main_script_reaches_other_processes():
     from types import ModuleType
 
-    from scaleray.launch.workers.gloo import UserCode
+    from scaleray.launch.workers.gloo import UserCode, pickled
 
     main = ModuleType("__main__")
     exec("class Mine:\n    size = 3\n    def datasets(self):\n        return self.size", vars(main))
-    found = pickle.loads(pickle.dumps(UserCode(None, {}, None, main.Mine())))
+    found = pickle.loads(pickled(UserCode(None, {}, None, main.Mine())))
     assert found.load().datasets() == 3
     with pytest.raises((pickle.PicklingError, AttributeError)):  # what it takes the place of
         pickle.dumps(main.Mine())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import io
 import json
 import multiprocessing
 import os
@@ -403,12 +402,10 @@ def test_what_a_worker_raised_itself_is_read_before_what_the_others_heard_of_it(
 def test_a_process_whose_driver_was_killed_ends_without_a_word(monkeypatch):
     monkeypatch.setattr(gloo.signal, "signal", lambda *_: None)
     ours, theirs = multiprocessing.Pipe()
-    content = io.BytesIO()
-    gloo._Pickler(content, None).dump((str, ()))
     ours.send((1, 1, 5.0, None))
-    ours.send_bytes(content.getvalue())
+    ours.send_bytes(gloo.pickled((str, ()), None))
     ours.close()
-    gloo._serve(0, 0, gloo.UserCode(None, {}, None, "a workload"), theirs, dict(os.environ))
+    gloo._serve(0, 0, gloo.pickled(gloo.UserCode(None, {}, None, "a workload")), theirs, dict(os.environ))
 
 
 # real workers

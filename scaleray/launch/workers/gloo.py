@@ -47,13 +47,6 @@ TOLD, ASKED = "told", "asked"
 
 
 @dataclass(frozen=True)
-class _ByValue:
-    """A workload together with its class."""
-
-    pickled: bytes
-
-
-@dataclass(frozen=True)
 class UserCode:
     """Reference by which a process finds the workload: its name, or the object itself."""
 
@@ -61,19 +54,6 @@ class UserCode:
     args: Mapping[str, Any]
     base_dir: Path | None
     workload: Any = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(vars(self))
-        if type(self.workload).__module__ == "__main__":  # of a script or a notebook, which no other process imports
-            import cloudpickle  # as MLflow and Ray use it
-
-            state["workload"] = _ByValue(cloudpickle.dumps(self.workload))
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if isinstance(state["workload"], _ByValue):
-            state["workload"] = pickle.loads(state["workload"].pickled)  # made by the process that started this one
-        vars(self).update(state)
 
     def load(self) -> Any:
         """The workload in this process."""
@@ -112,11 +92,10 @@ class GlooProcesses:
         watch = None if self._watched_in is None else (self._watched_in, f"{self._started_at}-{self._num_groups}")
         for pipes, is_first in ((self._pipes[:1], True), (self._pipes[1:world_size], False)):
             given = [(a.value if is_first else None) if isinstance(a, OnFirst) else a for a in args]
-            buffer = io.BytesIO()
-            _Pickler(buffer, workload).dump((function, given))
+            content = pickled((function, given), workload)
             for pipe in pipes:
                 pipe.send((self._num_groups, world_size, self._timeout_s, watch))
-                pipe.send_bytes(buffer.getbuffer())
+                pipe.send_bytes(content)
         answers, failures = self._receive(world_size, on_message)
         if failures:
             cause = _first_cause(failures)
@@ -173,7 +152,7 @@ def gloo_processes(
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, meeting.place, user_code, theirs, dict(os.environ)),
+                args=(rank, meeting.place, pickled(user_code), theirs, dict(os.environ)),
                 name=f"scaleray-gloo-{rank}",
                 daemon=True,
             )
@@ -196,7 +175,8 @@ def gloo_processes(
         meeting.close()
 
 
-def _serve(rank: int, meeting: StorePlace, user_code: UserCode, pipe: Connection, environment: dict[str, str]) -> None:
+def _serve(rank: int, meeting: StorePlace, user_code: bytes, pipe: Connection, environment: dict[str, str]) -> None:
+    code: UserCode = pickle.loads(user_code)  # made by the process that started this one
     os.environ.clear()  # the environment that it was forked with is as old as the first group
     os.environ.update(environment)
     end_with_parent()  # one that was killed does not end its processes, and these may be in the middle of a step
@@ -218,7 +198,7 @@ def _serve(rank: int, meeting: StorePlace, user_code: UserCode, pipe: Connection
         except (EOFError, KeyboardInterrupt):
             return
         try:
-            known = {"workload": user_code.load(), "tell": Teller(pipe)}
+            known = {"workload": code.load(), "tell": Teller(pipe)}
             function, args = _Unpickler(io.BytesIO(content), known).load()
             if world_size > 1:
                 store = dist.PrefixStore(f"group {number}", open_store(meeting))
@@ -278,11 +258,9 @@ TELL = _Tell()
 
 class _Pickler(pickle.Pickler):
     """Pickler that omits the workload, since a class from a user's file exists in this process only, and takes
-    functions and classes of the main script by value."""
+    functions and classes of the main script or notebook by value, as no other process imports it."""
 
-    def __init__(self, file: Any, workload: Any) -> None:
-        super().__init__(file)
-        self.workload = workload
+    workload: Any = TELL
 
     def persistent_id(self, value: Any) -> str | None:
         return "workload" if value is self.workload else "tell" if value is TELL else None
@@ -290,9 +268,18 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, type | FunctionType) or value.__module__ != "__main__":
             return NotImplemented
-        import cloudpickle
+        import cloudpickle  # as MLflow and Ray use it
 
         return pickle.loads, (cloudpickle.dumps(value),)  # only for processes that this one started
+
+
+def pickled(value: Any, workload: Any = TELL) -> bytes:
+    """A value for processes that this one starts. workload: the object that each process replaces by its own."""
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    pickler.workload = workload
+    pickler.dump(value)
+    return buffer.getvalue()
 
 
 class _Unpickler(pickle.Unpickler):

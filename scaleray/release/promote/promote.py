@@ -92,7 +92,7 @@ def promote(
             gates = evaluate_evidence(store_evidence(evidence, held, place / EVIDENCE), held, uri=uri)
         run = evidence.run
         found = Promotion(
-            model=model or _model_name(run), alias=alias, answer=gates.answer, not_passed=_not_passed(gates),
+            model=model or _model_name(run), alias=alias, answer=gates.answer, not_passed=gates.not_passed,
             gates={gate.gate: gate.answer for gate in gates.gates}, run=run.name, run_id=_in_mlflow(run),
         )  # fmt: skip
         if alias is not None and gates.answer != PASSED:
@@ -115,7 +115,7 @@ def _write(found: FoundRun, gates: GateRecord, place: Path, out: Path, options: 
     from scaleray.models.served import save_for_mlflow
 
     run, trained = training(found), trained_of(found, uri=options.uri)
-    parts = find_parts(trained, **options.parts)
+    parts = find_parts(trained, options=options)
     if not parts.weights.has_hash:
         advice = "train it again to its end: newer versions record hashes"
         raise CheckpointError.problem(
@@ -128,15 +128,6 @@ def _write(found: FoundRun, gates: GateRecord, place: Path, out: Path, options: 
     (place / EVIDENCE).rename(out / EVIDENCE)
     write_whole(out / GATES_FILE, gates.to_json())
     return parts.weights.words
-
-
-def _not_passed(gates: GateRecord) -> list[str]:
-    return [
-        f"{gate.gate}: {check.what}: {check.words}"
-        for gate in gates.gates
-        for check in gate.checks
-        if check.answer != PASSED
-    ]
 
 
 def _id(files: Mapping[str, str], model: str, policy: Policy) -> str:

@@ -190,7 +190,7 @@ def _weights(folder: Path, version: ModelVersion, uri: str) -> Check:
     number, which = words.rpartition(" ")[2], TRAINED if f" {TRAINED} " in words else None
     step = int(number) if number.isdigit() else None
     try:
-        theirs = find_parts(version.run_id, step=step, which=which, workload=packed.workload, uri=uri).weights
+        theirs = find_parts(version.run_id, step=step, weights=which, workload=packed.workload, uri=uri).weights
     except ScaleRayError as exc:
         words = f"the run's weights cannot be compared: {first_line(exc)}"
         return Check(what=what, answer="inconclusive", words=words)

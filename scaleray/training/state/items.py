@@ -44,11 +44,6 @@ IN_WORDS = {
     "random": "random number generators",
 }
 """Name of each state item in a sentence."""
-SETUP_ITEMS = {
-    "parallel": MODEL, "optimizer": OPTIMIZER, "schedule": SCHEDULE, "precision": SCALER, "pruning": PRUNING,
-    "averaging": AVERAGING, "rate_scale": RATE_SCALE,
-}  # fmt: skip
-"""The item with the state of each field of Setup; other fields have none."""
 
 
 def tensors_of(manifest: Manifest, item: str) -> dict[str, Tensor]:
