@@ -33,7 +33,7 @@ def show(
     """
     import yaml
 
-    from scaleray.config.reference import changed_values, unlike_torch
+    from scaleray.config.reference import changed_values, unlike_torch, with_singulars
     from scaleray.launch.session.config_argument import show_config
     from scaleray.planner.ask.auto_layout import load_planned
 
@@ -43,7 +43,9 @@ def show(
         print_json({key: shown[key] for key in ("config", "hash", "derived", "how")})
         return 0
     values, explanations = shown["derived"], shown["how"]
-    print(yaml.safe_dump(shown["config"] if all_ else changed_values(resolved), sort_keys=False), end="")
+    print(
+        yaml.safe_dump(with_singulars(shown["config"]) if all_ else changed_values(resolved), sort_keys=False), end=""
+    )
     if not all_:
         print("# every other key has its default: --all prints them")
     for line in unlike_torch(resolved):

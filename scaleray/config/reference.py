@@ -154,6 +154,14 @@ def changed_values(config: RunConfig) -> dict[str, Any]:
     return found
 
 
+def with_singulars(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a whole config, by section, with lengths such as `1 epoch` rather than `1 epochs`."""
+    for section, _, name in (key.partition(".") for key, info in known_keys().items() if "Duration" in repr(info)):
+        if values[section][name] is not None:
+            values[section][name] = str(Duration.parse(values[section][name]))
+    return values
+
+
 def unlike_torch(config: RunConfig) -> list[str]:
     """One sentence for each optimizer key whose default in scaleray differs from torch's."""
     settings = config.optimizer

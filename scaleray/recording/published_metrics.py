@@ -10,7 +10,7 @@ from scaleray.config.base import without_password
 from scaleray.config.hardware.catalogue import find_gpu
 from scaleray.errors import UsageError
 from scaleray.live.publisher import Publisher
-from scaleray.live.state.run_series import RecorderSnapshot, RunSeries
+from scaleray.live.state.run_series import RunSeries
 from scaleray.live.state.run_state import RunState
 from scaleray.live.state.series import Series
 from scaleray.live.steps_file import StepsFile
@@ -62,16 +62,15 @@ class PublishedMetrics(Publisher):
 
     def own_series(self) -> list[Series]:
         """Series that exist once a run: under Ray each rank publishes its own."""
-        snapshot = RecorderSnapshot(
-            now=steady_time(),
+        return self._series.of_run(
+            steady_time(),
             nonfinite_steps=self._steps.num_nonfinite,
             spooled_points=len(self._spool.points()),
             disk_free=free_share(self.description.work_dir),
-            links=dict(self._links),
+            pages=dict(self._links),
             beats=self._beats(),
             status=self._status,
         )
-        return self._series.of_run(snapshot)
 
 
 def free_share(folder: str) -> float | None:

@@ -336,11 +336,18 @@ class RunRecord(JsonRecord):
         """Evaluation metric that measures the run's success; None without an evaluation."""
         return judged_metric(self.metrics, self.config)
 
+    def result(self, verdict: str) -> str:
+        """The metric that a finished run is judged by, before the verdict unless that is plainly `done`."""
+        if self.status != "FINISHED" or self.judged is None:
+            return verdict
+        metric = figures({self.judged.name: self.metrics[self.judged.name]})
+        return metric if verdict == "done" else f"{metric}, {verdict}"
+
     def lines(self) -> list[str]:
         """Summary of the run: its kind, its result, and its folder."""
         steady = figures({"samples/s": self.samples_per_s, "tokens/s": self.tokens_per_s})
         lines = [
-            f"run {self.name}: {self.verdict}",
+            f"run {self.name}: {self.result(self.verdict)}",
             f"{quantity(self.workers, 'worker')}, {self.strategy}, "
             f"{quantity(self.steps, 'step')} in {self.total_time_s:.1f} s",
             figures({"final loss": self.final_loss}),
@@ -356,9 +363,9 @@ class RunRecord(JsonRecord):
 
     @property
     def summary(self) -> str:
-        """Verdict, length, speed and last evaluation."""
-        told = [figures({"samples/s": self.samples_per_s}), figures(dict(sorted(self.metrics.items())))]
-        return "; ".join([f"{self.verdict}: {quantity(self.steps, 'step')}", *filter(None, told)])
+        """Judged metric, verdict, length, speed and last evaluation."""
+        more = [figures({"samples/s": self.samples_per_s}), figures(dict(sorted(self.metrics.items())))]
+        return "; ".join([f"{self.result(self.verdict)}: {quantity(self.steps, 'step')}", *filter(None, more)])
 
     def alerts_in_words(self) -> str:
         """Counts of each alert in one line; empty without any."""

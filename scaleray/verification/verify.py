@@ -147,7 +147,7 @@ def _outcomes(verification: Verification, run_group: RunGroup, say: Say, checkpo
     plan, allowed = verification.plan, verification.options.allowed
     references: References = {}
     for world_size, variants in plan.groups.items():
-        labels = ", ".join(v.label for v in variants) or "the reference"
+        labels = "; ".join(v.label for v in variants) or "the reference"
         workers = quantity(world_size, "worker")
         say(f"  {workers}: {labels} ...")
         started = time.monotonic()

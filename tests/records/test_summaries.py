@@ -41,7 +41,9 @@ def test_the_summary_of_machines_names_what_is_not_green():
 def test_the_summary_of_trainings_studies_and_sweeps_is_what_they_conclude(capsys):
     run, study, sweep = study_examples.run_record(), study_examples.study(), study_examples.sweep()
     assert study.summary == study.curves[0].verdict
-    assert run.summary == ("target reached: 300 steps; samples/s 5120; validation/accuracy 0.95, validation/loss 0.3")
+    assert run.summary == (
+        "validation/accuracy 0.95, target reached: 300 steps; samples/s 5120; validation/accuracy 0.95, validation/loss 0.3"
+    )
     assert sweep.summary == " ".join(sweep.words[:2])
     print_json(run.to_dict(), summary=run.summary)
     assert json.loads(capsys.readouterr().out)["summary"] == run.summary

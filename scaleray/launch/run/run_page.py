@@ -96,7 +96,8 @@ def run_page(
             (f"{record.status.lower()}: {cut}" if record.status == "FAILED" else record.status.lower()),
             record.verdict,
         )
-    headline = f"{sentence_case(verdict)} after {quantity(record.steps, 'step')} in {seconds(record.total_time_s)}"
+    result = record.result(verdict)
+    headline = f"{sentence_case(verdict) if result == verdict else result} after {quantity(record.steps, 'step')} in {seconds(record.total_time_s)}"
     return Page(
         kind="Training",
         name=record.name,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from scaleray.common import live_metrics as live
 from scaleray.common import metric_names as names
@@ -42,22 +41,6 @@ LINKS_KEPT_S = 660.0
 """Seconds for which measured links are valid: slow ones are measured every ten minutes."""
 
 
-@dataclass(frozen=True)
-class RecorderSnapshot:
-    """The recorder's facts other than messages, at the time of reading. None: unknown."""
-
-    now: float
-    nonfinite_steps: int = 0
-    spooled_points: int | None = None
-    disk_free: float | None = None
-    links: Mapping[str, str] = field(default_factory=dict)
-    """Addresses of the run's pages: `mlflow_run`, `report`."""
-    beats: Sequence[Heartbeat] = ()
-    """Last heartbeat of every rank."""
-    status: str = ""
-    """Status of an ended run, named as in MLflow."""
-
-
 class RunSeries:
     """Series of a run's state, in any thread.
 
@@ -84,16 +67,35 @@ class RunSeries:
         """Series of each rank alone."""
         return [one for sample in self.state.ranks.samples.values() for one in rank_series(sample, **self.named)]
 
-    def of_run(self, snapshot: RecorderSnapshot) -> list[Series]:
-        """Series that exist once a run, and those that need a comparison of its ranks."""
+    def of_run(
+        self,
+        now: float,
+        *,
+        nonfinite_steps: int = 0,
+        spooled_points: int | None = None,
+        disk_free: float | None = None,
+        pages: Mapping[str, str] | None = None,
+        beats: Sequence[Heartbeat] = (),
+        status: str = "",
+    ) -> list[Series]:
+        """Series that exist once a run, and those that need a comparison of its ranks. now: wall clock.
+
+        The recorder's facts at that time, None if unknown: pages: addresses of the run's pages, `mlflow_run` and
+        `report`; beats: last heartbeat of every rank; status: of an ended run, named as in MLflow."""
+        links = {"mlflow_run": "", "report": "", **(pages or {})}
         with self.state.lock:
-            self._long_phases.update(snapshot.beats, snapshot.now)
+            self._long_phases.update(beats, now)
             return [
                 *self._of_steps(),
                 *self._of_speed(),
-                *self._of_course(snapshot),
-                *self._of_end(snapshot),
-                *self._of_links(snapshot.now),
+                *self._of_progress(nonfinite_steps),
+                *self._of_checkpoints(now, beats),
+                *self._one(live.RECORDER_SPOOLED_POINTS, spooled_points),
+                *self._one(live.DISK_FREE, disk_free),
+                *self._one(live.RUN_INFO, 1.0, **links, strategy=self.strategy, job=self.facts.job),
+                *self._one(live.RUN_FINISHED, status in ("FINISHED", "KILLED")),
+                *self._one(live.RUN_FAILED, status == "FAILED"),
+                *self._of_links(now),
                 *self._long_phases.series(**self.named),
                 *self.state.ranks.series(**self.named),
             ]
@@ -139,7 +141,7 @@ class RunSeries:
             return None
         return samples_per_s * flops / (peak * self.state.last.world_size)
 
-    def _of_course(self, snapshot: RecorderSnapshot) -> list[Series]:
+    def _of_progress(self, nonfinite_steps: int) -> list[Series]:
         goodput, share = self.state.goodput(), None
         if goodput is not None and goodput.elapsed_s > 0:
             share = goodput.seconds["productive"] / goodput.elapsed_s
@@ -148,18 +150,15 @@ class RunSeries:
             *self._one(live.STEPS_REPEATED, goodput.repeated_steps if goodput else None),
             *self._one(live.STEPS_PLANNED, self.total_steps),
             *self._one(live.RESTARTS, goodput.attempts - 1 if goodput else None),
-            *self._one(names.NONFINITE_STEPS, snapshot.nonfinite_steps),
+            *self._one(names.NONFINITE_STEPS, nonfinite_steps),
             *self._one(names.GOODPUT, share),
-            *self._of_checkpoints(snapshot),
-            *self._one(live.RECORDER_SPOOLED_POINTS, snapshot.spooled_points),
-            *self._one(live.DISK_FREE, snapshot.disk_free),
         ]
 
-    def _of_checkpoints(self, snapshot: RecorderSnapshot) -> list[Series]:
+    def _of_checkpoints(self, now: float, beats: Sequence[Heartbeat]) -> list[Series]:
         every_steps, every_s = self.facts.checkpoint_every_steps, self.facts.checkpoint_every_s
         step_s, newest = self.state.window.rates().get("step_time_s"), self.state.checkpoint
-        saves = bool(snapshot.beats) and snapshot.beats[0].phase == Phase.CHECKPOINT
-        age_s = self.state.unsaved_s(snapshot.now if saves else None)
+        saves = bool(beats) and beats[0].phase == Phase.CHECKPOINT
+        age_s = self.state.unsaved_s(now if saves else None)
         by_steps = every_steps * step_s if every_steps is not None and step_s is not None else None
         interval_s = None if age_s is None else min((s for s in (every_s, by_steps) if s is not None), default=None)
         return [
@@ -177,12 +176,4 @@ class RunSeries:
         return [
             *self._one(live.SLOWEST_LINK_BYTES_PER_S, links.bytes_per_s, **ends),
             *self._one(live.SLOWEST_LINK, ratio, **ends),
-        ]
-
-    def _of_end(self, snapshot: RecorderSnapshot) -> list[Series]:
-        links = {"mlflow_run": "", "report": "", **snapshot.links}
-        return [
-            *self._one(live.RUN_INFO, 1.0, **links, strategy=self.strategy, job=self.facts.job),
-            *self._one(live.RUN_FINISHED, snapshot.status in ("FINISHED", "KILLED")),
-            *self._one(live.RUN_FAILED, snapshot.status == "FAILED"),
         ]

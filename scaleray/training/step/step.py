@@ -346,7 +346,7 @@ class TrainStep:
             for piece, weight in pieces:
                 self.enter(Phase.FORWARD)
                 with whole.first_pass(piece.batch, weight), autocast():
-                    self.setup.parallel.run_alone(partial(self._loss_of, piece.batch))
+                    self.setup.parallel.run_alone(lambda model: self.workload.loss(model, piece.batch))  # noqa: B023
         self.enter(Phase.COMMUNICATION)
         self.back_off.agree_on(shortage)
         for buffer, before in buffers:
@@ -354,9 +354,6 @@ class TrainStep:
         self.enter(Phase.FORWARD)
         whole.compute(autocast)
         return pieces
-
-    def _loss_of(self, batch: Any, model: torch.nn.Module) -> Any:
-        return self.workload.loss(model, batch)
 
     def _on_device(self, rows: Any, weight: int) -> MicroBatch:
         """Move each micro-batch to the device when it is needed, so that only one is there at a time."""
@@ -374,7 +371,7 @@ class TrainStep:
             self.noise.before_pass(piece.weight, self._totals[1])
         passing = contextlib.nullcontext() if self._whole is None else self._whole.second_pass(piece.weight)
         with passing, self.setup.precision.autocast():
-            result = run(partial(self._loss_of, piece.batch))
+            result = run(lambda model: self.workload.loss(model, piece.batch))
         loss, count = check_sum_and_count(result, what="loss()")
         if piece.weight == 0:  # a placeholder: it must run, as the collectives need every rank, and count nothing
             loss, count = loss * 0.0, count * 0

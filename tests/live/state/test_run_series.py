@@ -4,7 +4,7 @@ import pytest
 
 from scaleray.common import live_metrics as live
 from scaleray.common import metric_names as names
-from scaleray.live.state.run_series import LINKS_KEPT_S, RecorderSnapshot, RunSeries
+from scaleray.live.state.run_series import LINKS_KEPT_S, RunSeries
 from scaleray.live.state.run_state import RunState
 from scaleray.profiling.goodput import GoodputLedger
 from scaleray.records.profile_record import Goodput
@@ -28,13 +28,13 @@ def run_of(facts=None, *messages, tokens_per_sample=None, ledger=None, **options
     return RunSeries(facts, state, run_name="a", run_id="1", **options)
 
 
-def value(run, metric, snapshot=None):
-    found = [one.value for one in run.of_run(snapshot or RecorderSnapshot(now=2000.0)) if one.metric is metric]
+def value(run, metric, facts=None):
+    found = [one.value for one in run.of_run(**(facts or {"now": 2000.0})) if one.metric is metric]
     return found[0] if found else None
 
 
 def test_a_run_without_a_step_says_what_it_is_and_nothing_that_was_not_measured():
-    known = {one.metric for one in run_of(None, total_steps=9).of_run(RecorderSnapshot(now=1.0))}
+    known = {one.metric for one in run_of(None, total_steps=9).of_run(1.0)}
     assert known == {
         live.STEPS, live.STEPS_PLANNED, names.NONFINITE_STEPS, live.RUN_INFO, live.RUN_FINISHED, live.RUN_FAILED
     }  # fmt: skip
@@ -122,14 +122,14 @@ def test_a_checkpoint_grows_older_by_training_and_by_waiting_for_the_next_one_al
 def beating(phase, now, since_s=1.0, silent_s=0.0):
     """What is known beside the messages, while the first worker is in a phase and the second one waits."""
     beats = [Heartbeat(0, "a", 1, 5, phase, since_s, silent_s=silent_s), Heartbeat(1, "a", 2, 5, "backward", since_s)]
-    return RecorderSnapshot(now=now, beats=beats)
+    return {"now": now, "beats": beats}
 
 
 def test_a_run_says_when_it_was_last_at_what_rightly_takes_long():
     run, when = run_of(None, step(1), long_phase_s=60.0), live.LONG_PHASE_TIMESTAMP_S
     assert value(run, when, beating("backward", 2000.0)) is None
     assert value(run, when, beating("evaluation", 2010.0)) == 2010.0
-    (one,) = [one for one in run.of_run(beating("checkpoint", 2020.0, silent_s=3.0)) if one.metric is when]
+    (one,) = [one for one in run.of_run(**beating("checkpoint", 2020.0, silent_s=3.0)) if one.metric is when]
     assert (one.value, one.labels["phase"]) == (2017.0, "checkpoint"), "when its sign of life came"
     for phase, since_s, silent_s in (("forward", 1, 0), ("evaluation", 61, 0), ("evaluation", 40, 30)):
         assert value(run, when, beating(phase, 2100.0, since_s, silent_s)) == 2017.0, "a step, or too long for one"
@@ -137,7 +137,7 @@ def test_a_run_says_when_it_was_last_at_what_rightly_takes_long():
 
 def test_an_evaluation_is_split_into_its_labels():
     run = run_of(None, EvaluationRecord(1, {"val/top/5": 0.9}, 0.1))
-    (found,) = [one for one in run.of_run(RecorderSnapshot(now=1.0)) if one.metric is live.EVAL]
+    (found,) = [one for one in run.of_run(1.0) if one.metric is live.EVAL]
     assert (found.labels["split"], found.labels["metric"], found.value) == ("val", "top/5", 0.9)
 
 
@@ -145,18 +145,18 @@ def test_an_evaluation_is_split_into_its_labels():
     ("status", "marks"), [("", (0, 0)), ("FINISHED", (1, 0)), ("KILLED", (1, 0)), ("FAILED", (0, 1))]
 )
 def test_a_run_that_has_ended_is_marked(status, marks):
-    snapshot = RecorderSnapshot(now=1.0, status=status)
+    facts = {"now": 1.0, "status": status}
     run = run_of()
-    assert (value(run, live.RUN_FINISHED, snapshot), value(run, live.RUN_FAILED, snapshot)) == marks
+    assert (value(run, live.RUN_FINISHED, facts), value(run, live.RUN_FAILED, facts)) == marks
 
 
 def test_links_that_were_measured_are_told_of_for_some_minutes_by_the_slowest_one_alone():
     run = run_of(None, LinksMeasured(9, "1", "2", 5e6, 1e8, recorded_at=1900.0))
-    found = {one.metric: one for one in run.of_run(RecorderSnapshot(now=2000.0))}
+    found = {one.metric: one for one in run.of_run(2000.0)}
     slowest, ratio = found[live.SLOWEST_LINK_BYTES_PER_S], found[live.SLOWEST_LINK]
     assert (slowest.value, ratio.value) == (5e6, pytest.approx(0.05))
     assert (ratio.labels["source"], ratio.labels["to"]) == ("1", "2") and slowest.labels == ratio.labels
-    assert value(run, live.SLOWEST_LINK, RecorderSnapshot(now=1901.0 + LINKS_KEPT_S)) is None
+    assert value(run, live.SLOWEST_LINK, {"now": 1901.0 + LINKS_KEPT_S}) is None
     run.state.take(LinksMeasured(20, "0", "1", 5e6, None, recorded_at=2000.0))
     assert value(run, live.SLOWEST_LINK) is None, "of one link nothing can be said"
     assert value(run, live.SLOWEST_LINK_BYTES_PER_S) == 5e6

@@ -7,7 +7,7 @@ from live_states import step
 from rich.console import Console
 
 from scaleray.common import metric_names as names
-from scaleray.live.state.run_series import RecorderSnapshot, RunSeries
+from scaleray.live.state.run_series import RunSeries
 from scaleray.live.state.run_state import MOST_POINTS, MOST_STEPS, Curve, RunState, Window
 from scaleray.live.terminal.live_table import Terminal
 from scaleray.live.terminal.notebook import NotebookTable
@@ -62,7 +62,7 @@ def test_a_rate_is_the_same_wherever_it_is_shown_at_one_moment():
         terminal.show([record])
         table.show([record])
     in_file = state.live_state(name="a").samples_per_s
-    (on_page,) = [one.value for one in series.of_run(RecorderSnapshot(now=0.0)) if one.metric is names.SAMPLES_PER_S]
+    (on_page,) = [one.value for one in series.of_run(0.0) if one.metric is names.SAMPLES_PER_S]
     assert in_file == on_page == pytest.approx(sum(range(70, 101)) / 31)
     assert f"{in_file:.3g} samples/s" in shown.getvalue().splitlines()[-1]
     assert f"<td>{in_file:.4g}</td>" in table.html()
