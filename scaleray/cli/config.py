@@ -43,9 +43,8 @@ def show(
         print_json({key: shown[key] for key in ("config", "hash", "derived", "how")})
         return 0
     values, explanations = shown["derived"], shown["how"]
-    print(
-        yaml.safe_dump(with_singulars(shown["config"]) if all_ else changed_values(resolved), sort_keys=False), end=""
-    )
+    written = with_singulars(shown["config"]) if all_ else changed_values(resolved)
+    print(yaml.safe_dump(written, sort_keys=False), end="")
     if not all_:
         print("# every other key has its default: --all prints them")
     for line in unlike_torch(resolved):

@@ -16,9 +16,8 @@ from scaleray.common.model_blocks import find_blocks
 from scaleray.data.row_random import RowRandom
 from scaleray.errors import ConfigError, DataError, WorkloadError
 from scaleray.hugging_face import HuggingFaceWorkload, summed_loss
-from scaleray.hugging_face.chat import conversations
 from scaleray.hugging_face.classifier_losses import ONE_CLASS, SEVERAL_CLASSES, label_kind
-from scaleray.hugging_face.language_models import Masking
+from scaleray.hugging_face.language_models import Masking, conversations
 from scaleray.hugging_face.text_files import read_records
 from scaleray.hugging_face.token_rows import IGNORED, Tokens, concatenated, packed, padded
 from scaleray.hugging_face.tokenizers import byte_tokenizer

@@ -21,7 +21,7 @@ from scaleray.data.row_random import RowRandom
 from scaleray.errors import CheckpointError, ConfigError, DataError, WorkloadError
 from scaleray.images import ImageClassification, ImageData
 from scaleray.images.classifier import load_weights
-from scaleray.images.decoding import Shape, central_box, decode, random_box
+from scaleray.images.image_data import Shape, central_box, decode, random_box
 from scaleray.images.image_folder import ImageFolder, class_names
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scaleray.models import export_folder, exported
+from scaleray.models import exported
 from scaleray.models.exported import export_model
 
 
@@ -21,8 +21,8 @@ def _a_run(monkeypatch):
     plain = SimpleNamespace(fine_tuning=SimpleNamespace(lora_rank=0))
     weights = SimpleNamespace(tensors={}, words="the final weights", step=None)
     monkeypatch.setattr(exported, "find_trained", lambda run, uri: SimpleNamespace(name="mine", config=plain))
-    monkeypatch.setattr(export_folder, "workload_of", lambda *asked: Workload())
-    monkeypatch.setattr(export_folder, "read_run_weights", lambda *asked: weights)
+    monkeypatch.setattr(exported, "workload_of", lambda *asked: Workload())
+    monkeypatch.setattr(exported, "read_run_weights", lambda *asked: weights)
 
 
 def test_what_lay_in_the_folder_stays_under_another_name(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from receiver import receiving
 from waiting import wait_until
 
-from scaleray.live.alert_delivery import MOST_WAITING, Delivery, DeliveryError, to_command, to_webhook, webhook_named
+from scaleray.live.run_alerts import MOST_WAITING, Delivery, DeliveryError, to_command, to_webhook, webhook_named
 
 BODY = json.dumps({"status": "firing", "alerts": []}).encode()
 SECRET = "T0/B1/xyzzy"

@@ -11,8 +11,8 @@ import study_examples
 from live_states import live_state, step
 
 from scaleray.common.progress import Stage
+from scaleray.launch.session.campaign import written_while
 from scaleray.live.live_folder import runs_in, state_in_folder
-from scaleray.live.live_stage import written_while
 from scaleray.live.steps_file import StepsFile
 from scaleray.records.live_state import LOST_S
 

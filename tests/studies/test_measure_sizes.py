@@ -12,8 +12,7 @@ from scaleray.emulation import EmulatedLayer, Timing
 from scaleray.errors import PeerLostError
 from scaleray.records.published import RankSample
 from scaleray.records.study_record import NoiseCourse, ToTarget, Turn
-from scaleray.studies.measure_sizes import StudySize, measure_sizes, order_of_turns
-from scaleray.studies.subgroups import SubGroups
+from scaleray.studies.measure_sizes import StudySize, SubGroups, measure_sizes, order_of_turns
 from scaleray.studies.turn import AT_USUAL_SPEED, alone
 from scaleray.training.setup.rank_context import RankContext
 

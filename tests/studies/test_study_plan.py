@@ -10,8 +10,8 @@ from scaleray.data import load_sources
 from scaleray.errors import ClusterError, UsageError
 from scaleray.launch.cluster.connection import Node
 from scaleray.studies import hardware as study_places
+from scaleray.studies.study import make_study_sizes
 from scaleray.studies.study_options import MODES, StudyOptions
-from scaleray.studies.study_sizes import make_study_sizes
 
 
 def config(**flags):

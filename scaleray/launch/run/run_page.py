@@ -97,7 +97,8 @@ def run_page(
             record.verdict,
         )
     result = record.result(verdict)
-    headline = f"{sentence_case(verdict) if result == verdict else result} after {quantity(record.steps, 'step')} in {seconds(record.total_time_s)}"
+    result = sentence_case(result) if result == verdict else result
+    headline = f"{result} after {quantity(record.steps, 'step')} in {seconds(record.total_time_s)}"
     return Page(
         kind="Training",
         name=record.name,

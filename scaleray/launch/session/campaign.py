@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,19 +23,56 @@ from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.session.alert_targets import alert_settings
 from scaleray.launch.session.experiment import experiment_tags
 from scaleray.launch.session.run_folder import RunFolder
-from scaleray.live.live_stage import written_while
+from scaleray.live.live_run import LiveFile
 from scaleray.live.metrics_endpoint import HOST, chosen_port
 from scaleray.live.state.measured_series import Measured
 from scaleray.recording import store
 from scaleray.recording.measured_metrics import MeasuredMetrics
 from scaleray.recording.provenance import dataset, source_tags
 from scaleray.recording.study_runs import ParentRun
+from scaleray.records.live_state import RUNNING, LiveState
 from scaleray.records.published import RAYS_JOB, PublishedFacts
 from scaleray.records.read import FILE
 from scaleray.records.run_description import RunDescription
 from scaleray.records.run_record import Say
 from scaleray.records.study_record import StudyRecord
 from scaleray.records.sweep_record import SweepRecord
+
+
+@contextlib.contextmanager
+def written_while(
+    stage: Callable[[], Stage], folder: Path, *, kind: str, name: str, run_id: str, started_at: float
+) -> Iterator[None]:
+    """Context during which the file has a stage's progress. An error leaves the status in the file; after success, the
+    record has it. stage: returns the current progress. started_at: wall clock."""
+    status = RUNNING
+
+    def state() -> LiveState:
+        now = stage()
+        return LiveState(
+            name=name,
+            kind=kind,
+            status=status,
+            run_id=run_id,
+            run_dir=str(folder),
+            started_at=started_at,
+            seen_at=time.time(),
+            done=now.done,
+            total=now.total,
+            unit=now.unit,
+            left_s=now.left_s if status == RUNNING else None,
+        )
+
+    file = LiveFile(folder, state)
+    file.start()
+    try:
+        yield
+    except BaseException as exc:
+        status = "KILLED" if isinstance(exc, KeyboardInterrupt) else "FAILED"
+        raise
+    finally:
+        file.end()
+
 
 Record = TypeVar("Record", StudyRecord, SweepRecord)
 

@@ -3,14 +3,15 @@ and time."""
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from scaleray.planner.answers.advise import Advice, Choice
 from scaleray.planner.answers.outlook import Outlook
 from scaleray.planner.answers.to_target import Way
 from scaleray.planner.cost.checkpoint_stalls import CheckpointCost
-from scaleray.planner.report.plan_figure import curve, frontier, memory_bars, time_bars
 from scaleray.planner.report.plan_text import (
     checkpoint_lines,
     curve_table,
@@ -21,9 +22,172 @@ from scaleray.planner.report.plan_text import (
     width_lines,
 )
 from scaleray.planner.report.target_text import way_table
+from scaleray.records.page import drawing
+from scaleray.records.page.drawing import BLUE, GREEN, INK, MUTED, ORANGE, PALE, PURPLE, SKY, VERMILION, Drawing, draw
 from scaleray.records.page.page import Fact, Page, Section, render
+from scaleray.records.study_record import Estimate
 from scaleray.records.text.study_sweep_tables import Table, sentence_case
 from scaleray.records.text.units import GIB, count, memory, seconds, with_interval
+
+TIME_COLOURS = {
+    "forward": BLUE, "backward": SKY, "recompute": GREEN, "tensor comm": VERMILION, "pipeline bubble": PALE,
+    "pipeline comm": PURPLE, "data comm": ORANGE, "optimizer": "#7a5195", "stragglers": "#8c7460", "overhead": MUTED,
+}  # fmt: skip
+MEMORY_COLOURS = (BLUE, SKY, GREEN, ORANGE, VERMILION, PURPLE, MUTED, "#8c7460", "#7a5195", PALE)
+LEAST_SHARE = 0.004
+"""Share of the longest bar: parts that are smaller in every bar are not named."""
+LEAST_HEIGHT_IN = 2.4
+"""Height reserved for a legend of ten parts, in inches."""
+LONGEST_LINE = 50
+"""Most characters of a layout's name next to its bar."""
+
+
+def frontier(advice: Advice) -> Drawing:
+    """Plot of every layout that fits by its memory and throughput; those on the Pareto frontier are joined."""
+    points = sorted((one.memory.device_bytes / GIB, one.samples_per_s) for one in advice.choices)
+    best: list[tuple[float, float]] = []
+    for gib, rate in points:
+        if not best or rate > best[-1][1]:
+            best.append((gib, rate))
+    card = advice.question.cluster.gpu.memory_gib
+    chosen = advice.best.memory.device_bytes / GIB, advice.best.samples_per_s
+
+    def paint(ax: Any) -> None:
+        ax.scatter(
+            [x for x, _ in points], [y for _, y in points], s=14, color=MUTED, alpha=0.45, linewidths=0, zorder=2
+        )
+        ax.plot(
+            [x for x, _ in best],
+            [y for _, y in best],
+            color=BLUE,
+            marker="o",
+            markersize=4,
+            drawstyle="steps-post",
+            zorder=3,
+        )
+        ax.plot(*chosen, marker="*", markersize=13, color=VERMILION, linestyle="", markeredgecolor="white", zorder=5)
+        ax.axvline(card, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
+        ax.set_xlim(0, card * 1.03)
+        ax.set_ylim(0, 1.12 * max(y for _, y in points))
+        drawing.plain_axis(ax.xaxis)
+        drawing.plain_axis(ax.yaxis)
+        ax.set(xlabel="memory of a GPU in GiB", ylabel="samples/s")
+        top = ax.get_ylim()[1]
+        ax.text(card, 0.02 * top, "the card  ", ha="right", va="bottom", fontsize=8.5, color=INK)
+
+    caption = (
+        f"One dot for each of {len(points)} layouts that fit; the line joins those that none beats in both.  "
+        "Star: the recommended one."
+    )
+    return draw("frontier", "Throughput against memory", caption, paint)
+
+
+def curve(seen: Outlook) -> Drawing:
+    """Predicted throughput by number of GPUs with its interval, on two logarithmic axes."""
+    gpus = [point.num_gpus for point in seen.points]
+    rates = [point.samples_per_s for point in seen.points]
+    ideal = [seen.alone.samples_per_s * n for n in gpus]
+
+    def paint(ax: Any) -> None:
+        ax.fill_between(gpus, [r.low for r in rates], [r.high for r in rates], color=BLUE, alpha=0.16, linewidth=0)
+        ax.plot(gpus, ideal, color=MUTED, linestyle=(0, (4, 3)), linewidth=1.2)
+        ax.plot(gpus, [r.value for r in rates], color=BLUE, marker="o")
+        drawing.log2_axis(ax.xaxis, gpus)
+        drawing.log_axis(ax.yaxis)
+        ax.set(xlabel="GPUs", ylabel="samples/s")
+        drawing.label_ends(ax, [(gpus[-1], ideal[-1], "ideal", MUTED), (gpus[-1], rates[-1].value, "predicted", BLUE)])
+
+    caption = (
+        "The best layout of each size, at the same global batch. "
+        "Ideal: every GPU as fast as a single one with enough memory; the band is the 90% interval."
+    )
+    return draw("curve", "Predicted curve", caption, paint)
+
+
+def memory_bars(choices: Sequence[Choice], *, limit_gib: float) -> Drawing:
+    """Bars of the memory of one GPU, by content."""
+    rows = [(one, {name: value / GIB for name, value in one.memory.parts().items()}) for one in choices]
+    names = [name.removesuffix("_bytes").replace("_", " ") for name in rows[0][1]]
+    colours = dict(zip(rows[0][1], MEMORY_COLOURS, strict=False))
+
+    def finish(ax: Any) -> None:
+        ax.axvline(limit_gib, color=VERMILION, linewidth=1.4, linestyle=(0, (4, 3)))
+        ax.annotate(
+            "the card",
+            (limit_gib, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(-3, 2),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8.5,
+            color=VERMILION,
+        )
+        ax.set(xlabel="GiB of one GPU")
+
+    caption = f"Memory of each layout on the fullest GPU, by content; dashed: the {limit_gib:.0f} GiB of the card."
+    return _bars(
+        "memory", "Memory", caption, rows, dict(zip(rows[0][1], names, strict=True)), colours, finish, longest=limit_gib
+    )
+
+
+def time_bars(choices: Sequence[Choice], best: Estimate) -> Drawing:
+    """Bars of a step of each layout, by its parts; whiskers are intervals."""
+    rows = [(one, one.step.parts()) for one in choices]
+
+    def finish(ax: Any) -> None:
+        for place, one in enumerate(choices):
+            step = one.step_time_s
+            ax.plot([step.low, step.high], [place, place], color=INK, linewidth=1.0, marker="|", markersize=5)
+        ax.set(xlabel="s of one step")
+
+    names = {name: name for name in rows[0][1]}
+    caption = "Parts of each layout's step, as far as they are not hidden behind others; whiskers are 90% intervals."
+    return _bars("step", "Where a step's time goes", caption, rows, names, TIME_COLOURS, finish, longest=best.high)
+
+
+def _bars(
+    name: str,
+    title: str,
+    caption: str,
+    rows: Sequence[tuple[Choice, Mapping[str, float]]],
+    names: Mapping[str, str],
+    colours: Mapping[str, str],
+    finish: Callable[[Any], None],
+    *,
+    longest: float,
+) -> Drawing:
+    most = max(longest, *(sum(parts.values()) for _, parts in rows))
+    kept = [part for part in names if any(parts[part] > LEAST_SHARE * most for _, parts in rows)]
+    labels = [
+        textwrap.fill(f"{number}  {choice.layout.describe()}", LONGEST_LINE, break_on_hyphens=False)
+        for number, (choice, _) in enumerate(rows, 1)
+    ]
+
+    def paint(ax: Any) -> None:
+        left = [0.0] * len(rows)
+        for part in kept:
+            widths = [parts[part] for _, parts in rows]
+            ax.barh(
+                range(len(rows)),
+                widths,
+                left=left,
+                color=colours[part],
+                height=0.66,
+                label=names[part],
+                edgecolor="white",
+                linewidth=0.6,
+            )
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+        ax.set_yticks(range(len(rows)), labels)
+        ax.set_ylim(len(rows) - 0.4, -0.6)
+        ax.grid(axis="y", visible=False)
+        finish(ax)
+        ax.set_xlim(left=0)
+        drawing.plain_axis(ax.xaxis)
+        drawing.legend_right(ax, "")
+
+    return draw(name, title, caption, paint, is_wide=True, height_in=max(LEAST_HEIGHT_IN, 1.1 + 0.42 * len(rows)))
+
 
 MOST_REASONS = 6
 

@@ -16,7 +16,7 @@ from scaleray.config import load_config
 from scaleray.errors import ConfigError, LeftEarly, StepFailedError
 from scaleray.launch.run.train import train
 from scaleray.launch.session.alert_targets import alert_settings
-from scaleray.live import alert_delivery, run_alerts
+from scaleray.live import run_alerts
 from scaleray.records.alert_record import parse_alerts
 from scaleray.records.run_record import EventRecord, RunRecord
 
@@ -117,7 +117,7 @@ HANGS_ON = {"alerts.timeout_s": 600}
 )
 def test_a_training_ends_well_whatever_becomes_of_its_webhook(tmp_path, uri, monkeypatch, answer, settings, problem):
     monkeypatch.setattr(run_alerts, "END_WAIT_S", 1.0)
-    monkeypatch.setattr(alert_delivery, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(run_alerts, "FIRST_PAUSE_S", 0.01)
     shown, given = [], {"alerts.attempts": 2, **settings}
     with receiving(answers=[answer]) as receiver:
         hook = receiver.url(f"/{SECRET}")

@@ -14,8 +14,8 @@ from scaleray.cli.main import run_command
 from scaleray.errors import ConfigError, UsageError
 from scaleray.release.path import commands as of_commands
 from scaleray.release.path import endurance
+from scaleray.release.path.go import runbook
 from scaleray.release.path.path_state import find_path, locked, read, start_path
-from scaleray.release.path.runbook import runbook
 from tests.recorded_runs import a_run
 from tests.release.path.conftest import to_the_gates
 
