@@ -75,7 +75,7 @@ def submit(
             name=name,
         )
         output.say(f"job {prepared.name}: {command} -c {config} on {prepared.place}")
-        output.say(f"  working directory: {prepared.contents.in_words()}")
+        output.say(f"  working directory: {prepared.contents.to_text()}")
         if prepared.settings:
             output.say(f"  from the environment here: {', '.join(prepared.settings)}")
         started = checked_and_started(

@@ -30,7 +30,7 @@ TORCH_DEFAULTS = (("adamw", "AdamW", "weight_decay", 0.01), ("sgd", "SGD", "mome
 """Optimizers, their classes in torch, and the keys whose defaults differ."""
 
 
-def type_in_words(field: FieldInfo) -> str:
+def type_text(field: FieldInfo) -> str:
     """Allowed values of a config field, as text."""
     return _words(field.annotation, field.metadata)
 
@@ -134,7 +134,7 @@ def key_rows() -> list[KeyRow]:
         default = info.get_default(call_default_factory=True)
         shown = REQUIRED if default is PydanticUndefined else yaml_word(default)
         meaning = " ".join((info.description or "").split())
-        rows.append(KeyRow(key, type_in_words(info), shown, meaning, choices_of(info)))
+        rows.append(KeyRow(key, type_text(info), shown, meaning, choices_of(info)))
     return rows
 
 

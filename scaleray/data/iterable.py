@@ -77,7 +77,7 @@ def part_of(dataset: Any, how: str, rank: int, world_size: int) -> Any:
     return call_user_code(lambda: dataset.shard(**given), what=what, doing=f"dealing rows to worker {rank}")
 
 
-def in_words(dataset: Any, how: str, rank: int, world_size: int) -> str:
+def to_text(dataset: Any, how: str, rank: int, world_size: int) -> str:
     """Name of a dataset's part, for messages."""
     if how == BY_WORKER_INFO:
         return f"{type(dataset).__name__} under worker info {rank} of {world_size}"
@@ -278,7 +278,7 @@ class IterableSource(DatasetSource):
         if self._world_size > 1:
             raise DataError(
                 f"the {plan.name} data",
-                f"{in_words(self.dataset, self.deals_by, self._rank, self._world_size)} {found}",
+                f"{to_text(self.dataset, self.deals_by, self._rank, self._world_size)} {found}",
                 f"each of the {self._world_size} workers trains on {self._share(plan)} of {plan.num_samples} rows",
                 "deal the rows out one by one, itertools.islice(rows, rank, None, world_size), so that parts differ "
                 "by at most one row; or do not deal them out, and every worker reads all rows and keeps its own",

@@ -258,7 +258,7 @@ def record_of(row: Mapping[str, str]) -> StepRecord:
     )
 
 
-def in_words(ranges: Iterable[Range]) -> str:
+def to_text(ranges: Iterable[Range]) -> str:
     """Ranges of steps as text, for a sentence."""
     words = [f"{first}" if first == last else f"{first} to {last}" for first, last in ranges]
     return ", ".join(words[:5]) + (f" and {len(words) - 5} more ranges" if len(words) > 5 else "")

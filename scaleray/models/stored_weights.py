@@ -203,7 +203,7 @@ def _of_checkpoint(run: TrainedRun, step: int | str | None, *, averaged: bool, k
         hint = "a run writes them at a successful end, unless checkpoint.save_final is off"
         raise CheckpointError.problem(f"the weights of {run.name}", absent, hint)
     manifest = _best(run, catalog, step) if isinstance(step, str) else require(catalog, step, where=run.where)
-    with _damage_in_words(run, manifest):
+    with _damage_text(run, manifest):
         stores, has_hash = _proven(run, catalog, manifest)
         tensors = {
             name: read_tensor(stores, tensor).clone()
@@ -216,7 +216,7 @@ def _of_checkpoint(run: TrainedRun, step: int | str | None, *, averaged: bool, k
 
 
 @contextlib.contextmanager
-def _damage_in_words(run: TrainedRun, manifest: Manifest) -> Iterator[None]:
+def _damage_text(run: TrainedRun, manifest: Manifest) -> Iterator[None]:
     try:
         yield
     except Incomplete as exc:
@@ -255,7 +255,7 @@ def _state_beside_final(run: TrainedRun) -> dict[str, Any] | None:
         return None
     if not (tensors_of(manifest, WORKLOAD) or manifest.values.get(WORKLOAD)):
         return None
-    with _damage_in_words(run, manifest):
+    with _damage_text(run, manifest):
         return _workload_state(_proven(run, catalog, manifest)[0], manifest)
 
 

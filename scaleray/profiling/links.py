@@ -72,7 +72,7 @@ def slowest(rows: Sequence[LinkRow]) -> tuple[str, str, float, float | None]:
     return str(least.sender), str(least.receiver), least.bytes_per_s, usual if len(others) >= 3 else None
 
 
-def in_words(found: SlowLink) -> str:
+def to_text(found: SlowLink) -> str:
     """Describe the link, with its bandwidth and that of the others."""
     if len(found.ranks) == 1:
         who = f"all links of rank {found.ranks[0]} are"

@@ -16,7 +16,7 @@ from scaleray.checkpoints.storage import Store
 from scaleray.common import metric_names as names
 from scaleray.common.parsing import load_yaml
 from scaleray.errors import TrackingError, first_line
-from scaleray.live.steps_file import StepsFile, in_words, record_of
+from scaleray.live.steps_file import StepsFile, record_of, to_text
 from scaleray.recording.spool import Spool
 from scaleray.recording.store import without_password
 from scaleray.records.chart_points import Point, Points
@@ -122,8 +122,8 @@ class Recovery:
             told = problem or f"MLflow had {len(found) or 'none'} of them"
             told += ", which are restored without the values that it does not store" if found else ""
             left = self.steps.lacks(after)
-            told += f"; steps {in_words(left)} are lost" if left else ""
-            self._say(f"{self.steps.path.name} lacked steps {in_words(lacks)}: {told}{self._kept_as()}")
+            told += f"; steps {to_text(left)} are lost" if left else ""
+            self._say(f"{self.steps.path.name} lacked steps {to_text(lacks)}: {told}{self._kept_as()}")
 
     def _mend_small_files(self) -> None:
         """Write config.yaml and derived.yaml again if they cannot be read."""

@@ -95,7 +95,7 @@ PART_IN_WORDS = {
 """Names of the parts of a step, for users."""
 
 
-def in_words(phase: str, step: int) -> str:
+def to_text(phase: str, step: int) -> str:
     """Description of the activity of a worker that has completed `step` steps."""
     if phase == Phase.INPUT and step == 0:
         return "reading the first batch"

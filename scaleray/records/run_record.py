@@ -336,18 +336,19 @@ class RunRecord(JsonRecord):
         """Evaluation metric that measures the run's success; None without an evaluation."""
         return judged_metric(self.metrics, self.config)
 
-    def result(self, verdict: str) -> str:
-        """The metric that a finished run is judged by, before the verdict unless that is plainly `done`."""
+    @property
+    def result(self) -> str:
+        """Judged metric of a finished run, and the verdict unless that is `done`; of another run the verdict."""
         if self.status != "FINISHED" or self.judged is None:
-            return verdict
+            return self.verdict
         metric = figures({self.judged.name: self.metrics[self.judged.name]})
-        return metric if verdict == "done" else f"{metric}, {verdict}"
+        return metric if self.verdict == "done" else f"{metric}, {self.verdict}"
 
     def lines(self) -> list[str]:
         """Summary of the run: its kind, its result, and its folder."""
         steady = figures({"samples/s": self.samples_per_s, "tokens/s": self.tokens_per_s})
         lines = [
-            f"run {self.name}: {self.result(self.verdict)}",
+            f"run {self.name}: {self.result}",
             f"{quantity(self.workers, 'worker')}, {self.strategy}, "
             f"{quantity(self.steps, 'step')} in {self.total_time_s:.1f} s",
             figures({"final loss": self.final_loss}),
@@ -365,7 +366,7 @@ class RunRecord(JsonRecord):
     def summary(self) -> str:
         """Judged metric, verdict, length, speed and last evaluation."""
         more = [figures({"samples/s": self.samples_per_s}), figures(dict(sorted(self.metrics.items())))]
-        return "; ".join([f"{self.result(self.verdict)}: {quantity(self.steps, 'step')}", *filter(None, more)])
+        return "; ".join([f"{self.result}: {quantity(self.steps, 'step')}", *filter(None, more)])
 
     def alerts_in_words(self) -> str:
         """Counts of each alert in one line; empty without any."""

@@ -26,7 +26,7 @@ def steady_time() -> float:
     return _OFFSET_S + time.monotonic()
 
 
-def in_words(parts: Mapping[str, float]) -> str:
+def to_text(parts: Mapping[str, float]) -> str:
     """The parts of a start in one line, with their seconds."""
     known = " | ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items() if seconds >= 0.05)
     return f"first step after {sum(parts.values()):.1f} s: {known}"

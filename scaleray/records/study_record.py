@@ -70,7 +70,7 @@ class ToTarget:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoiseCourse:
+class NoiseHistory:
     """Gradient noise scale over a training or its beginning, in samples: the batch size at which noise equals
     signal."""
 
@@ -90,7 +90,7 @@ class NoiseCourse:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
+class Repeat:
     """One measurement of a number of workers: raw values, including those of the warm-up."""
 
     step_times_s: list[float]
@@ -142,7 +142,7 @@ class Point:
     turns: list[list[float]]
     """Step times in steady state in s, one list per measurement."""
     rounds: list[str] = field(default_factory=list)
-    """Name of the round of each measurement, see `Turn.round_name`; measurements of two points in one round can be
+    """Name of the round of each measurement, see `Repeat.round_name`; measurements of two points in one round can be
     compared in pairs."""
     num_warmup_steps: int
     """Number of omitted initial steps in each measurement."""
@@ -167,7 +167,7 @@ class Point:
     peak_memory_bytes: int = 0
     cost_per_million_samples: float | None = None
     noise_scale: float | None = None
-    noise: NoiseCourse | None = None
+    noise: NoiseHistory | None = None
     """Method of measuring `noise_scale`, and its history over the training."""
     to_target: ToTarget | None = None
     marks: list[str] = field(default_factory=list)

@@ -17,7 +17,7 @@ from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.awaited_nodes import nodes_for
 from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.connection import Node
-from scaleray.records.study_record import Turn
+from scaleray.records.study_record import Repeat
 from scaleray.studies.measure_sizes import StudySize
 
 OVERSUBSCRIBED, RELAUNCHED = "oversubscribed", "relaunched"
@@ -152,7 +152,7 @@ def check_one_kind(study_sizes: Iterable[StudySize]) -> None:
         )
 
 
-def peak_flops(config: RunConfig, turns: Sequence[Turn]) -> float | None:
+def peak_flops(config: RunConfig, turns: Sequence[Repeat]) -> float | None:
     """Dense peak of one worker's device in FLOP/s: the config's, or the catalogue's for its GPU; None if neither has
     it."""
     if config.study.peak_tflops is not None:

@@ -12,7 +12,7 @@ from scaleray.errors import ConfigError, TrackingError, first_line
 from scaleray.recording.find_record import PARENT_TAG, reading_mlflow, runs_in_mlflow
 from scaleray.recording.store import open_client, resolve_uri
 from scaleray.records.experiment import INVALID
-from scaleray.studies.turn_store import InvalidTurns, mark_invalid
+from scaleray.studies.repeat_store import InvalidRepeats, mark_invalid
 
 LONGEST_REASON = 1000
 
@@ -65,7 +65,7 @@ def _keep_from_studies(study: Any, point: Any | None, reason: str) -> list[str]:
         return []
     workers = None if point is None else int(point.data.params["point.workers"])
     end = study.info.end_time or study.info.start_time
-    turns = InvalidTurns(study.info.run_name, reason, study.info.start_time / 1000, end / 1000, workers)
+    turns = InvalidRepeats(study.info.run_name, reason, study.info.start_time / 1000, end / 1000, workers)
     try:
         mark_invalid(path, turns)
     except (OSError, ValueError) as exc:

@@ -26,8 +26,8 @@ from scaleray.errors import ConfigError, PeerLostError
 from scaleray.records.published import RankSample
 from scaleray.records.run_record import EvaluationRecord, Say, StepRecord, WorkerMessage
 from scaleray.records.start import steady_time
-from scaleray.records.study_record import Mode, NoiseCourse, ToTarget, Turn
-from scaleray.studies.turn import AT_USUAL_SPEED, emit_to, take_turn
+from scaleray.records.study_record import Mode, NoiseHistory, Repeat, ToTarget
+from scaleray.studies.repeat import AT_USUAL_SPEED, emit_to, take_repeat
 from scaleray.training import loop
 from scaleray.training.setup.job import WITHOUT_FILES, TrainJob
 from scaleray.training.setup.rank_context import RankContext
@@ -157,21 +157,21 @@ def leave_group() -> None:
 
 def measure_noise(
     job: TrainJob, place: RankContext, *, num_steps: int, sources: Sources, say: Say
-) -> NoiseCourse | None:
+) -> NoiseHistory | None:
     """Train the first `num_steps` steps and measure the noise scale in each. Collective; rank 0's result is the
     group's. None if the training does not measure noise."""
     short = job.changed({"noise_scale.every_steps": 1}, first_steps=num_steps)  # its time does not count
     summary = loop.run(short, place, sources=sources, emit=emit_to([], say, place))
-    return course_of(summary.noise, covers="its first steps")
+    return noise_history(summary.noise, covers="its first steps")
 
 
-def course_of(noise: Mapping[str, Any], *, covers: str) -> NoiseCourse | None:
+def noise_history(noise: Mapping[str, Any], *, covers: str) -> NoiseHistory | None:
     """History of the noise that a worker measured (`WorkerSummary.noise`); None if empty. covers:
-    see `NoiseCourse.covers`."""
+    see `NoiseHistory.covers`."""
     if not noise:
         return None
     low, high = noise["low"], noise["high"]
-    return NoiseCourse(
+    return NoiseHistory(
         scale=_finite(noise["scale"]),
         interval=None if low is None or not math.isfinite(low) else (low, _finite(high)),
         way=noise["way"],
@@ -212,9 +212,9 @@ class StudySize:
     steps as a measurement has."""
     marks: list[str] = field(default_factory=list)
     """Conditions of its measurements that must be shown with every value, as far as known beforehand."""
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[Repeat] = field(default_factory=list)
     to_target: ToTarget | None = None
-    noise: NoiseCourse | None = None
+    noise: NoiseHistory | None = None
 
     @property
     def num_missing(self) -> int:
@@ -236,20 +236,20 @@ class StudySize:
         """Whether every requested result is known."""
         return not (self.num_missing or self.needs_noise or self.needs_target)
 
-    def steps_of_a_turn(self, step_time_s: float) -> int:
+    def steps_of_a_repeat(self, step_time_s: float) -> int:
         """Number of steps of a measurement, given the duration of one: whole periods, so that rare events are weighted
         by their frequency."""
         wanted = max(self.steps, math.ceil(self.seconds / step_time_s)) if step_time_s > 0 else MOST_STEPS
         return math.ceil(min(wanted, max(MOST_STEPS, self.steps)) / self.period) * self.period
 
 
-Result = Turn | ToTarget | NoiseCourse | RankSample | str
+Result = Repeat | ToTarget | NoiseHistory | RankSample | str
 """Measurement of a size, a worker's sample from it, or a note."""
 OnResult = Callable[[tuple[str, Result]], Any]
 """Function called with the name of a size and a result."""
 
 
-def order_of_turns(study_sizes: Sequence[StudySize], seed: int) -> list[tuple[int, StudySize]]:
+def repeat_order(study_sizes: Sequence[StudySize], seed: int) -> list[tuple[int, StudySize]]:
     """(round, size) of every measurement: each round has every unfinished size once, in its own order."""
     rounds = []
     for number in range(max((size.num_missing for size in study_sizes), default=0)):
@@ -280,12 +280,12 @@ def measure_sizes(
     for size in sorted(study_sizes, key=lambda size: -size.workers):
         if size.num_missing or (size.needs_noise and not size.needs_target):
             num_steps[size.name] = _rehearse(size, groups, sources)
-    for number, size in order_of_turns(study_sizes, seed):
+    for number, size in repeat_order(study_sizes, seed):
         with groups.of(size.workers) as mine:
             if mine is not None:
                 job, say = (size.job.changed(AT_USUAL_SPEED, first_steps=num_steps[size.name]), partial(report, size))
                 samples: list[RankSample] = []
-                turn = take_turn(job, mine, round=number, sources=sources, say=say, samples=samples)
+                turn = take_repeat(job, mine, round=number, sources=sources, say=say, samples=samples)
                 for sample in samples[-1:]:  # after the turn, whose steps are timed; each worker's
                     tell((size.name, sample))
                 report(size, turn)
@@ -315,10 +315,10 @@ def _rehearse(size: StudySize, groups: SubGroups, sources: Sources) -> int:
             loop.run(size.job.changed(AT_USUAL_SPEED, first_steps=length), place, sources=sources, emit=emit)
             times = [step.step_time_s for step in steps]
             step_time_s = statistics.median(times[length // 2 :]) if times else 0.0
-    return size.steps_of_a_turn(float(groups.share(repr(step_time_s))))
+    return size.steps_of_a_repeat(float(groups.share(repr(step_time_s))))
 
 
-def train_to_target(job: TrainJob, place: RankContext, sources: Sources) -> list[ToTarget | NoiseCourse]:
+def train_to_target(job: TrainJob, place: RankContext, sources: Sources) -> list[ToTarget | NoiseHistory]:
     """Train until the config's target is reached, or to the end; return the cost, and the noise if the config measures
     it. Collective; rank 0's results are the group's."""
     target = job.config.stop.at
@@ -350,5 +350,5 @@ def train_to_target(job: TrainJob, place: RankContext, sources: Sources) -> list
         curve=curve,
         recorded_at=recorded_at,
     )
-    noise = course_of(summary.noise, covers="the training to the target")
+    noise = noise_history(summary.noise, covers="the training to the target")
     return [result] if noise is None else [result, noise]

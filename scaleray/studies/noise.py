@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from scaleray.common.printed import quantity
 from scaleray.config import RunConfig
 from scaleray.config.recipe.noise_source import NoiseSource, noise_source
-from scaleray.records.study_record import NoiseCourse, Point
+from scaleray.records.study_record import NoiseHistory, Point
 from scaleray.studies.measure_sizes import StudySize
 from scaleray.training.setup.job import TrainJob
 
@@ -39,7 +39,7 @@ def why_no_noise(study_sizes: Iterable[StudySize]) -> str:
     return "" if any(s.name for s in sources) else next((s.why for s in reversed(sources) if s.why), "")
 
 
-def in_words(noise: NoiseCourse) -> str:
+def to_text(noise: NoiseHistory) -> str:
     """Noise scale of one size as text, with its interval."""
     if not noise.num_measurements:
         return "not measured, as the training was shorter than noise_scale.every_steps"
@@ -74,7 +74,7 @@ def sentence(point: Point) -> str:
     if noise is None:
         return ""
     workers = quantity(point.workers, "worker")
-    first = f"Gradient noise scale over {noise.covers} on {workers}, from {_SOURCES[noise.way]}: {in_words(noise)}"
+    first = f"Gradient noise scale over {noise.covers} on {workers}, from {_SOURCES[noise.way]}: {to_text(noise)}"
     if noise.scale is None:
         return f"{first}."
     batch = point.global_batch_size

@@ -11,13 +11,13 @@ from scaleray.data import TRAIN
 from scaleray.errors import RunFailedError
 from scaleray.live.state.measured_series import PointSoFar
 from scaleray.records.run_record import EMULATED
-from scaleray.records.study_record import Estimate, Mode, Point, Turn
+from scaleray.records.study_record import Estimate, Mode, Point, Repeat
 from scaleray.records.workload_profile import ImpossibleUtilisation, WorkloadProfile, mfu
 from scaleray.studies.curves.efficiency import median_step_time, throughput
 from scaleray.studies.curves.steady_state import steady_state
 from scaleray.studies.hardware import OVERSUBSCRIBED, peak_flops
 from scaleray.studies.measure_sizes import StudySize
-from scaleray.studies.turn_store import studies_of
+from scaleray.studies.repeat_store import studies_of
 
 NOT_STEADY = "not steady"
 """Mark of a point whose measurements drift, or have too few steps to tell."""
@@ -91,7 +91,7 @@ class TimeSplit:
     other: float
 
 
-def split(step_time_s: float, turn: Turn, workers: int) -> TimeSplit:
+def split(step_time_s: float, turn: Repeat, workers: int) -> TimeSplit:
     """Shares of a step's time. Compute: the time of the same work alone; `other`: its extra time on the slowest worker
     of a step; communication: the remainder."""
     wait = min(1.0, max(0.0, turn.input_share))

@@ -27,7 +27,7 @@ from scaleray.recording.study_runs import key_of
 from scaleray.records.published import RankSample
 from scaleray.records.run_record import EMULATED
 from scaleray.records.start import steady_time
-from scaleray.records.study_record import Conditions, Curve, Mode, NoiseCourse, Point, StudyRecord, ToTarget, Turn
+from scaleray.records.study_record import Conditions, Curve, Mode, NoiseHistory, Point, Repeat, StudyRecord, ToTarget
 from scaleray.records.workload_profile import WorkloadProfile
 from scaleray.studies import noise as study_noise
 from scaleray.studies.conclusions import planner_laws, points_of_others, words_of
@@ -35,8 +35,8 @@ from scaleray.studies.curves.curves import as_curve
 from scaleray.studies.hardware import OVERSUBSCRIBED
 from scaleray.studies.measure_sizes import Result, StudySize
 from scaleray.studies.point import point_of, point_so_far
+from scaleray.studies.repeat_store import TARGET, TURN, StoredRepeats, noise_kind
 from scaleray.studies.study_options import MODES, StudyOptions
-from scaleray.studies.turn_store import TARGET, TURN, KnownTurns, noise_kind
 from scaleray.training.flop_counter import profile_workload
 
 
@@ -70,7 +70,7 @@ class RunningStudy(Campaign):
 
     def open(self) -> None:
         """Create its run in MLflow, and count operations for MFU. Inside `kept_to_its_end`."""
-        self.known = KnownTurns(self.config.checkpoint.storage_path, self.conditions)
+        self.known = StoredRepeats(self.config.checkpoint.storage_path, self.conditions)
         self.open_run(
             self.sources,
             self.conditions.environment,
@@ -127,7 +127,7 @@ class RunningStudy(Campaign):
         return [[size] for size in study_sizes]
 
     @property
-    def turns(self) -> list[Turn]:
+    def turns(self) -> list[Repeat]:
         """Measurements of all sizes."""
         return [turn for size in self.study_sizes.values() for turn in size.turns]
 
@@ -187,7 +187,7 @@ class RunningStudy(Campaign):
             return self.metrics.take_sample(result) if self.metrics is not None else None
         size = self.study_sizes[name]
         workers = quantity(size.workers, "worker")
-        if isinstance(result, Turn):
+        if isinstance(result, Repeat):
             # what is measured by workers of its own shares nothing with others
             round_number = None if self.options.relaunch else result.round
             turn = dataclasses.replace(result, study=self.folder.name, round=round_number)
@@ -205,11 +205,11 @@ class RunningStudy(Campaign):
             self.known.keep(name, TARGET, result, at=time.time())
             how = "reached" if result.is_reached else "missed"
             self.say(f"  {workers}: target {how} after {result.samples} samples and {result.time_s:.3g} s")
-        elif isinstance(result, NoiseCourse):
+        elif isinstance(result, NoiseHistory):
             size.noise = result
             kind = noise_kind(self.config.noise_scale, size.trains_to_target)
             self.known.keep(name, kind, result, at=time.time())
-            self.say(f"  {workers}: gradient noise scale {study_noise.in_words(result)}")
+            self.say(f"  {workers}: gradient noise scale {study_noise.to_text(result)}")
         elif result not in self.said:
             self.said.add(result)
             self.say(f"  note ({workers}): {result}")

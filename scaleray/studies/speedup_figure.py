@@ -75,10 +75,10 @@ def speedup(curve: Curve) -> Drawing:
         ends += _labels(ax, curve.points, measured, lambda v: f"{v:.3g}×", last=last, is_below=True)
         drawing.label_ends(ax, ends)
 
-    law = _law_in_words(fit, band, has_band=has_band, goes_on=bool(next_one)) if fit and band else ""
+    law = _law_text(fit, band, has_band=has_band, goes_on=bool(next_one)) if fit and band else ""
     hollow = " Diamond: the next doubling." if next_one else ""
     caption = (
-        f"{_what(curve)} relative to {workers_in_words(curve.base_workers)}; bars are 95% intervals."
+        f"{_what(curve)} relative to {workers_text(curve.base_workers)}; bars are 95% intervals."
         f"{_leaving(measured, frame)}{law}{hollow}"
     )
     return draw(f"speedup-{curve.mode}", "Speed-up", caption, paint, marks=marks_by_size(curve))
@@ -131,7 +131,7 @@ def marks_by_size(curve: Curve) -> list[str]:
     return [mark if len(sizes) == everywhere else f"{mark}: {', '.join(sizes)}" for mark, sizes in found.items()]
 
 
-def workers_in_words(count: int) -> str:
+def workers_text(count: int) -> str:
     """`1 worker`, `2 workers`."""
     return f"{count} worker" if count == 1 else f"{count} workers"
 
@@ -163,7 +163,7 @@ def _law(ax: Any, band: Sequence[tuple[float, Estimate]], largest: int, *, has_b
         ax.plot([n for n, _ in part], [value for _, value in part], color=BLUE, alpha=0.75, linestyle=dashes)
 
 
-def _law_in_words(fit: Fit, band: Sequence[tuple[float, Estimate]], *, has_band: bool, goes_on: bool) -> str:
+def _law_text(fit: Fit, band: Sequence[tuple[float, Estimate]], *, has_band: bool, goes_on: bool) -> str:
     dashed = ", dashed beyond what was measured" if goes_on else ""
     if has_band:
         return f" Line and band: the {fit.law} law with its 95% interval{dashed}."

@@ -10,7 +10,7 @@ from scaleray.records.page import drawing
 from scaleray.records.page.drawing import BLUE, INK, MUTED, ORANGE, PALE, VERMILION, Drawing, draw
 from scaleray.records.study_record import Curve, StudyRecord
 from scaleray.records.text.units import seconds
-from scaleray.studies.speedup_figure import efficiency, marks_by_size, speedup, workers_in_words
+from scaleray.studies.speedup_figure import efficiency, marks_by_size, speedup, workers_text
 
 PARTS = (
     ("compute_s", "compute", BLUE),
@@ -166,7 +166,7 @@ def cost(record: StudyRecord, curve: Curve) -> Drawing:
         f" at {record.price_per_worker_hour:g} {money} for a worker and hour" if record.price_per_worker_hour else ""
     )
     caption = (
-        f"What a million samples cost{price}, and how much more than with {workers_in_words(priced[0].point.workers)}."
+        f"What a million samples cost{price}, and how much more than with {workers_text(priced[0].point.workers)}."
     )
     return draw(f"cost-{curve.mode}", "Cost", caption, paint, marks=marks_by_size(curve))
 

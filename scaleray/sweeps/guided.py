@@ -206,8 +206,8 @@ def _words(guide: Guide, outlook: Outlook, record: SweepRecord) -> list[str]:
     ]
     noises = [r for r in guide.results(record.trials).values() if r.noise is not None]
     if noises:
-        found.append(_noise_in_words(noises))
-        found += _gain_in_words(guide, chosen, noises, optimizer=trial.optimizer)
+        found.append(_noise_text(noises))
+        found += _gain_text(guide, chosen, noises, optimizer=trial.optimizer)
     for left in guide.wanted_cells(record.trials)[:1]:
         arm = json.loads(left.arm)
         rule = f" with rule {arm[RULE]}" if RULE in arm else ""
@@ -225,7 +225,7 @@ def _words(guide: Guide, outlook: Outlook, record: SweepRecord) -> list[str]:
     return found
 
 
-def _noise_in_words(noises: list[Result]) -> str:
+def _noise_text(noises: list[Result]) -> str:
     known: dict[int, Estimate] = {}  # the most certain one at each batch size
     for result in sorted(noises, key=lambda r: r.cell.batch_size):
         size, noise = result.cell.batch_size, result.noise
@@ -235,7 +235,7 @@ def _noise_in_words(noises: list[Result]) -> str:
     return f"Gradient noise scale over a training, in samples: {'; '.join(shown)}."
 
 
-def _gain_in_words(guide: Guide, chosen: Result, noises: list[Result], *, optimizer: str) -> list[str]:
+def _gain_text(guide: Guide, chosen: Result, noises: list[Result], *, optimizer: str) -> list[str]:
     """Learning rate that theory predicts at the chosen batch, if that is larger than the reference."""
     size = chosen.cell.batch_size
     nearest = min(noises, key=lambda r: abs(math.log(r.cell.batch_size / size)))

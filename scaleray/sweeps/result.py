@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from scaleray.common.printed import quantity
 from scaleray.records.settings import Setting, best, best_by_batch, one_training, settings, trained
 from scaleray.records.sweep_record import SweepRecord, Trial
-from scaleray.sweeps.search_space import in_words
+from scaleray.sweeps.search_space import to_text
 from scaleray.training.noise.statistical_efficiency import fit_trade_off
 
 NOT_STARTED, FAILED, DIVERGED, STOPPED = "never fits", "failed", "diverged", "stopped early"
@@ -90,7 +90,7 @@ def sentences(record: SweepRecord, *, has_own_target: bool, reference_batch_size
         found.append(_never_reached(record, tried, reference_batch_size))
     knee = find_knee(record)
     if knee is not None:
-        found.append(_knee_in_words(knee))
+        found.append(_knee_text(knee))
     if record.asked_sizes:
         pairs = (
             f"{samples} {'samples' if samples > 1 else 'sample'} are {size} tokens"
@@ -109,7 +109,7 @@ def rule_sentences(record: SweepRecord, *, reference_batch_size: int) -> list[st
     """One sentence for each rule: where it stopped holding, and the prediction of theory."""
     knee = find_knee(record)
     ranges = [rule_range(record, rule, reference_batch_size=reference_batch_size) for rule in _rules(record)]
-    return [_rule_in_words(record, each, knee, reference_batch_size) for each in ranges if each.num_sizes]
+    return [_rule_text(record, each, knee, reference_batch_size) for each in ranges if each.num_sizes]
 
 
 def find_knee(record: SweepRecord) -> Knee | None:
@@ -203,7 +203,7 @@ def _never_reached(record: SweepRecord, tried: list[Setting], reference: int) ->
     )
 
 
-def _knee_in_words(knee: Knee) -> str:
+def _knee_text(knee: Knee) -> str:
     sizes = f"{knee.smallest} to {knee.largest}"
     if knee.where == "within":
         return (
@@ -218,7 +218,7 @@ def _knee_in_words(knee: Knee) -> str:
     return f"The knee lies below {sizes}: even the smallest batch takes twice the samples that the target needs."
 
 
-def _rule_in_words(record: SweepRecord, found: RuleRange, knee: Knee | None, reference: int) -> str:
+def _rule_text(record: SweepRecord, found: RuleRange, knee: Knee | None, reference: int) -> str:
     if found.missed_at is None and found.stopped_at is None:
         held = f"held at every batch size tried, up to {found.held_up_to}" if found.held_up_to else "was not tried"
     elif found.held_up_to is None:
@@ -283,7 +283,7 @@ def _problems(record: SweepRecord) -> list[str]:
 def _named(setting: Setting, reference: int) -> str:
     rule = "the reference, where all rules agree" if setting.batch_size == reference else f"rule {setting.rule}"
     warmup = f", warm-up {setting.warmup}" if setting.warmup and not setting.warmup.startswith("0 ") else ""
-    others = in_words(setting.trials[0].settings)
+    others = to_text(setting.trials[0].settings)
     more = f"{rule}{warmup}{f', {others}' if others else ''}"
     return f"batch {setting.batch_size} with {setting.optimizer}, learning rate {setting.learning_rate:.3g} ({more})"
 

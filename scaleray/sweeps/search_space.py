@@ -157,7 +157,7 @@ def _with_seeds(chosen: Iterable[Settings], space: Space) -> list[Settings]:
     ]
 
 
-def in_words(settings: Mapping[str, Any]) -> str:
+def to_text(settings: Mapping[str, Any]) -> str:
     """Settings of a trial other than the keys that every trial has, as text such as `strategy.name fsdp`.
 
     Settings that only control measurements are omitted.

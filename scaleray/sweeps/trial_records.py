@@ -17,7 +17,7 @@ from scaleray.sweeps.search_space import (
     SEED,
     WARMUP,
     Settings,
-    in_words,
+    to_text,
 )
 from scaleray.sweeps.sweep_plan import SweepPlan, full_settings
 
@@ -96,7 +96,7 @@ def _target_hit(
 def trial_line(trial: Trial, number: int, total: int, *, same_as: int | None = None) -> str:
     """One line for a trial, in fixed columns. number: position among the lines. same_as: that of the trial whose
     training counts for this one."""
-    others = in_words(trial.settings)
+    others = to_text(trial.settings)
     value = "-" if trial.value is None else f"{trial.value:.4g}"
     line = (
         f"trial {number:>4}/{total} | batch {trial.batch_size:>6} | {trial.rule:<6} | lr {trial.learning_rate:<9.3g} | "

@@ -65,8 +65,8 @@ def _steps_apart(variant: Variant, whole: Trace, resumed: Trace, bound: float) -
         dataclasses.replace(t.between(half, last), final={}, exported={}, restored=None, initial=whole.initial)
         for t in (whole, resumed)
     )
-    promise, config = promised(variant), variant.job.config
-    in_any_order = not config.deterministic and any(promise.is_under_way(config, step.step) for step in whole.steps)
+    guarantee, config = promised(variant), variant.job.config
+    in_any_order = not config.deterministic and any(guarantee.is_under_way(config, step.step) for step in whole.steps)
     for apart in divergences(due, found, bound):
         if not in_any_order or apart.quantity in ("rows", "steps", "count", "learning rate"):
             return apart
@@ -81,8 +81,8 @@ def _law_broken(variant: Variant, whole: Trace, resumed: Trace, bound: float) ->
     assert whole.saved is not None
     half = whole.saved.step
     joint = dataclasses.replace(whole.between(0, half).continued_by(resumed), restored=None)
-    promise, config = promised(variant), variant.job.config
-    broken = promise.disagreement(joint, config, bound)
-    if broken is None or broken.step <= half or promise.disagreement(whole, config, bound) is not None:
+    guarantee, config = promised(variant), variant.job.config
+    broken = guarantee.disagreement(joint, config, bound)
+    if broken is None or broken.step <= half or guarantee.disagreement(whole, config, bound) is not None:
         return None
     return broken, _finding("law", f"{RESUMED} replicas do not continue from their previous state")

@@ -39,8 +39,8 @@ from scaleray.verification.traces.compare_traces import compare, divergences, re
 from scaleray.verification.traces.run_trace import Trace
 from scaleray.verification.verdicts.explanation import Explanation
 from scaleray.verification.verdicts.grown_rounding import GrownRounding
+from scaleray.verification.verdicts.guarantees import GUARANTEES, Guarantee
 from scaleray.verification.verdicts.own_precision import Excess, excess
-from scaleray.verification.verdicts.promises import PROMISES, Promise
 from scaleray.verification.verdicts.verdict_texts import (
     Found,
     beyond_rounding,
@@ -57,7 +57,7 @@ from scaleray.verification.verdicts.verdict_texts import (
     without_statistics,
 )
 
-__all__ = ["PROMISES", "Assignment", "Promise", "References", "Variant", "loop", "short_job", "verify_group"]
+__all__ = ["GUARANTEES", "Assignment", "Guarantee", "References", "Variant", "loop", "short_job", "verify_group"]
 
 UNSAVED = "the state of the"
 """Beginning of an error that names the part of a training's state that cannot be saved."""
@@ -150,21 +150,21 @@ class _Group:
         started = time.perf_counter()
         outcome = dataclasses.replace(variant.outcome, workers=self.workers)
         probes: list[TraceProbe] = []
-        key, promise = self._key(variant), promised(variant)
+        key, guarantee = self._key(variant), promised(variant)
         if key.partition is not None and (why := without_statistics(variant)):
             return dataclasses.replace(outcome, verdict="refused", words=why)
         on_first(self.place, lambda: bool(self.runs.reference(key)))  # the variant goes on from its checkpoint
-        take_apart_at = None if promise.is_exact else self._partial_step(variant)
+        take_apart_at = None if guarantee.is_exact else self._partial_step(variant)
         try:
             watched = self.runs.compared(
-                variant, key, keeps=not promise.is_exact, take_apart_at=take_apart_at, saves=True, began=probes.append
+                variant, key, keeps=not guarantee.is_exact, take_apart_at=take_apart_at, saves=True, began=probes.append
             )
             trace = watched.trace
-            outcome = (self._judge_exact if promise.is_exact else self._judge_promise)(variant, outcome, watched)
+            outcome = (self._judge_exact if guarantee.is_exact else self._judge_promise)(variant, outcome, watched)
             outcome = self._resumed_here(variant, key, outcome, watched)
             if outcome.mismatch is None and self.runs.resumes_after(variant) is not None:
                 bound = outcome.bound or self.bound
-                found = on_first(self.place, lambda: self._saved_wrongly(variant, key, promise, trace, bound))
+                found = on_first(self.place, lambda: self._saved_wrongly(variant, key, guarantee, trace, bound))
                 outcome = self._with(outcome, found)
             outcome = self._in_own_precision(variant, outcome)
         except (UsageError, InitialisationError, NonFiniteLossError, CheckpointError) as exc:
@@ -172,13 +172,15 @@ class _Group:
                 raise  # the others are in a collective, which ends with this process's part in it
             if isinstance(exc, UsageError) and not any(p.has_begun for p in probes):  # the workload is refused
                 return dataclasses.replace(outcome, verdict="refused", words=" ".join(str(exc).split()))
-            before = on_first(self.place, lambda: self._before_failure(variant, key, promise, probes))
+            before = on_first(self.place, lambda: self._before_failure(variant, key, guarantee, probes))
             mismatch = mismatch_of(*before) if before is not None else failure(exc, variant, probes)
             outcome = dataclasses.replace(outcome, verdict="differs", mismatch=mismatch)
         words = "; ".join(text for text in (outcome.words, self.unsaved) if text)
         return dataclasses.replace(outcome, words=words, duration_s=time.perf_counter() - started)
 
-    def _before_failure(self, variant: Variant, key: Key, promise: Promise, probes: list[TraceProbe]) -> Found | None:
+    def _before_failure(
+        self, variant: Variant, key: Key, guarantee: Guarantee, probes: list[TraceProbe]
+    ) -> Found | None:
         """Divergence before a run failed, if its traces show one: possibly the reason of the failure. On rank 0."""
         done = [probe.trace() for probe in probes if probe.has_begun]
         if not done:
@@ -188,7 +190,7 @@ class _Group:
         for found in divergences(reference, trace, self.bound):
             if found.step > last or found.quantity in ("steps", "final values", "evaluation"):
                 return None
-            if promise.is_exact or not promise.is_kept_by(found, variant.job.config, variant.resumes_after):
+            if guarantee.is_exact or not guarantee.is_kept_by(found, variant.job.config, variant.resumes_after):
                 finding = from_traces(reference, trace, found, self._layout(variant))
                 return None if finding is None else (found, finding)
         return None
@@ -227,10 +229,10 @@ class _Group:
         bound = self.rounding.bound_for(comparison.divergence, key)
         if bound > self.bound:
             comparison = compare(reference, trace, bound=bound)
-        return comparison, bound, self.rounding.in_words(bound)
+        return comparison, bound, self.rounding.to_text(bound)
 
     def _judge_promise(self, variant: Variant, outcome: Outcome, watched: Watched) -> Outcome:
-        promise, config, key, trace = promised(variant), variant.job.config, self._key(variant), watched.trace
+        guarantee, config, key, trace = promised(variant), variant.job.config, self._key(variant), watched.trace
 
         def first_broken() -> tuple[Comparison, Found | None]:
             reference = self.runs.reference(key)
@@ -238,12 +240,12 @@ class _Group:
 
             def unkept_by(bound: float) -> Divergence | None:
                 found = divergences(reference, trace, bound)
-                return next((d for d in found if not promise.is_kept_by(d, config, resumed)), None)
+                return next((d for d in found if not guarantee.is_kept_by(d, config, resumed)), None)
 
             broken = unkept_by(self.bound)
             if broken is not None and (bound := self.rounding.bound_for(broken, key)) > self.bound:
                 broken = unkept_by(bound)
-            broken = broken or promise.disagreement(trace, config, self.bound)
+            broken = broken or guarantee.disagreement(trace, config, self.bound)
             comparison = compare(reference, trace, bound=self.bound)
             if broken is not None:
                 finding = self.explanation.unrepeatable(key, broken) or from_traces(
@@ -253,12 +255,12 @@ class _Group:
             return comparison, (
                 own_gradients(variant, watched, config, self.bound)
                 or self._evaluated_wrongly(variant, key, watched)
-                or handed_on_wrongly(trace, promise, config, self.bound)
+                or handed_on_wrongly(trace, guarantee, config, self.bound)
                 or self._masks_broken(variant, trace)
             )
 
         comparison, found = on_first(self.place, first_broken)
-        outcome = dataclasses.replace(outcome, verdict="as promised", comparison=comparison, words=promise.words)
+        outcome = dataclasses.replace(outcome, verdict="as promised", comparison=comparison, words=guarantee.words)
         return self._with(outcome, found)
 
     def _masks_broken(self, variant: Variant, trace: Trace) -> Found | None:
@@ -268,11 +270,11 @@ class _Group:
 
     def _evaluated_wrongly(self, variant: Variant, key: Key, watched: Watched) -> Found | None:
         """First evaluation that differs from one of the replicas' mean. On rank 0."""
-        trace, promise, config = watched.trace, promised(variant), variant.job.config
+        trace, guarantee, config = watched.trace, promised(variant), variant.job.config
         if not variant.job.evaluation_splits():
             return None
         for step, everyone in watched.values.items():
-            if promise.is_under_way(config, step):
+            if guarantee.is_under_way(config, step):
                 continue
             mean = mean_of(everyone)
             due, found = self.runs.measured_alone(mean, key), trace.evaluations.get(step, {})
@@ -283,17 +285,19 @@ class _Group:
                     return Divergence(step, "evaluation", apart, name), Finding(Cause.EVALUATION, why)
         return None
 
-    def _saved_wrongly(self, variant: Variant, key: Key, promise: Promise, trace: Trace, bound: float) -> Found | None:
+    def _saved_wrongly(
+        self, variant: Variant, key: Key, guarantee: Guarantee, trace: Trace, bound: float
+    ) -> Found | None:
         """Difference between a variant and one process that has loaded its checkpoint, if any. On rank 0."""
         reference = self.runs.reference(key)
         continued = self.runs.restored_alone(variant, key)
         restored = continued.restored
         assert restored is not None and variant.resumes_after is not None
         saved = reference.saved
-        if not promise.is_exact:
+        if not guarantee.is_exact:
             saved = trace.saved  # that of every rank where a strategy has no replicas, which is not that of one process
-            if variant.strategy in PROMISES and saved is not None:
-                saved = with_norms_of(restored, saved, promise.mean(trace, variant.job.config, variant.resumes_after))
+            if variant.strategy in GUARANTEES and saved is not None:
+                saved = with_norms_of(restored, saved, guarantee.mean(trace, variant.job.config, variant.resumes_after))
         broken = next(restored_differences(saved, restored, reference.names, bound), None)
         if broken is not None:
             finding = from_traces(reference, trace, broken, self._layout(variant))
@@ -303,9 +307,9 @@ class _Group:
         if not continued.steps:
             why = "one process that continues from this checkpoint treats it as the end of the training"
             return Divergence(restored.step + 1, "rows", math.inf), Finding(Cause.DATA_ORDER, why)
-        return self._goes_on_wrongly(reference, continued, promise, bound)
+        return self._goes_on_wrongly(reference, continued, guarantee, bound)
 
-    def _goes_on_wrongly(self, reference: Trace, continued: Trace, promise: Promise, bound: float) -> Found | None:
+    def _goes_on_wrongly(self, reference: Trace, continued: Trace, guarantee: Guarantee, bound: float) -> Found | None:
         """Difference in the first step that one process takes from a variant's checkpoint."""
         step = continued.steps[0].step
         due, found = (
@@ -314,7 +318,7 @@ class _Group:
         )
         found = dataclasses.replace(found, initial=due.initial, quieted=due.quieted)
         kept = ("rows", "count", "learning rate")  # replicas' mean is not the model of one process
-        broken = next((d for d in divergences(due, found, bound) if promise.is_exact or d.quantity in kept), None)
+        broken = next((d for d in divergences(due, found, bound) if guarantee.is_exact or d.quantity in kept), None)
         if broken is None:
             return None
         finding = from_traces(due, found, broken, Layout(1, 1)) if broken.quantity in kept else None

@@ -231,7 +231,7 @@ def course(plan: Plan) -> dict[str, int]:
     return found | {f"{split.name}_rows": split.num_rows for split in variant.job.evaluation_splits()}
 
 
-def course_in_words(plan: Plan) -> str:
+def events_text(plan: Plan) -> str:
     """Sentence on the events within the compared steps."""
     facts = course(plan)
     words = [f"epochs of {facts['rows_of_epoch']} rows"]

@@ -34,11 +34,11 @@ from scaleray.training.setup.rank_context import RankContext
 from scaleray.verification.certificate import keep, largest_differences, make_certificate, recorded
 from scaleray.verification.preparation import Verification, prepared
 from scaleray.verification.printed_certificate import as_text
-from scaleray.verification.repeatable.narrow_casts import in_words as casts_in_words
 from scaleray.verification.repeatable.narrow_casts import narrow_casts
+from scaleray.verification.repeatable.narrow_casts import to_text as casts_text
 from scaleray.verification.variants import Assignment, References, Tell, verify_group
 from scaleray.verification.verdicts.verdict_texts import lost
-from scaleray.verification.verification_plan import course_in_words
+from scaleray.verification.verification_plan import events_text
 from scaleray.verification.verify_options import VerifyOptions
 from scaleray.verification.verify_resume import verify_resumes
 
@@ -106,7 +106,7 @@ def _naming_casts(verification: Verification) -> Iterator[None]:
     try:
         yield
     except WorkloadError as exc:
-        if words := casts_in_words(_casts(verification)):
+        if words := casts_text(_casts(verification)):
             raise WorkloadError(exc.what, exc.found, exc.allowed, f"{exc.hint}\n  {words}") from exc
         raise
 
@@ -115,7 +115,7 @@ def _with_casts(outcomes: list[Outcome], verification: Verification) -> list[Out
     """The outcomes; those that differ also name the casts by which the workload leaves float64."""
     if not any(outcome.verdict == "differs" for outcome in outcomes):
         return outcomes
-    words = casts_in_words(_casts(verification))
+    words = casts_text(_casts(verification))
     return [
         dataclasses.replace(one, words="; ".join(filter(None, (one.words, words)))) if one.verdict == "differs" else one
         for one in outcomes
@@ -137,7 +137,7 @@ def _announce(verification: Verification, say: Say) -> None:
         f"of {reference.recipe.global_batch_size} samples "
         f"in {options.precision}, bound {options.allowed:g}"
     )
-    say(f"  {course_in_words(verification.plan)}")
+    say(f"  {events_text(verification.plan)}")
     if not verification.options.local:
         cpus = reference.config.scale.cpus_per_worker
         say(f"  workers request {cpus:g} CPU each: numbers are compared, not speed")

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from torch_analyzer import first_trouble
 
-from scaleray.launch.workers.hang_reports import in_words, ranks
+from scaleray.launch.workers.hang_reports import ranks, to_text
 from scaleray.profiling.desync import Kind, find
 from scaleray.records.hangs import CALLS_KEPT, CALLS_OF_A_GROUP, Call, Group, Line, RankDump, are_all, calls_of
 
@@ -77,10 +77,10 @@ def test_a_rank_of_which_nothing_is_known_is_the_one_that_did_not_come():
     del found[1]
     trouble = find(found)
     assert (trouble.kind, trouble.number, trouble.missing) == (Kind.ABSENT, 2, (1,))
-    assert "rank 1 left no record" in in_words(trouble, found)
+    assert "rank 1 left no record" in to_text(trouble, found)
     found[1] = Rank(1, 3).dump(calls=None, why="it holds Python's lock")
     assert find(found).missing == (1,)
-    assert "rank 1 is at model.py:9 in loss: work() (it holds Python's lock)" in in_words(find(found), found)
+    assert "rank 1 is at model.py:9 in loss: work() (it holds Python's lock)" in to_text(find(found), found)
 
 
 def test_after_an_error_the_last_call_of_each_rank_is_the_one_it_was_in():
@@ -104,7 +104,7 @@ def test_a_call_that_differs_on_one_rank_is_found_with_its_number(changes, kind)
     assert (trouble.kind, trouble.number, trouble.odd) == (kind, 2, (3,))
     assert trouble.call.operation == "all_reduce"
     assert first_trouble(found)[0] == 2
-    text = in_words(trouble, found)
+    text = to_text(trouble, found)
     assert "collective 2 of group default_pg differs" in text and "on ranks 0-2" in text and "on rank 3" in text
 
 
@@ -187,14 +187,14 @@ def test_ranks_that_wait_for_each_other_in_two_groups_are_a_circle():
     found = {rank.rank: rank.dump(groups=pair) for rank in made}
     trouble = find(found)
     assert trouble.kind == Kind.CIRCLE and {trouble.missing, trouble.and_then.missing} == {(0,), (1,)}
-    assert "did not arrive, since rank" in in_words(trouble, found)
+    assert "did not arrive, since rank" in to_text(trouble, found)
 
 
 def test_a_collective_that_all_came_to_and_that_does_not_end_points_at_the_network():
     found = many(3, lambda rank: rank.call().call(done=False))
     trouble = find(found)
     assert (trouble.kind, trouble.number) == (Kind.UNFINISHED, 2)
-    assert "check the network" in in_words(trouble, found)
+    assert "check the network" in to_text(trouble, found)
 
 
 def test_backends_of_one_group_count_for_themselves():
@@ -250,5 +250,5 @@ def test_many_ranks_are_told_in_few_lines():
         rank: Rank(rank, 1000).call(done=rank == 5).dump(stands_on=rank if rank < 8 else 8) for rank in range(1000)
     }
     del found[5]
-    text = in_words(find(found), found)
+    text = to_text(find(found), found)
     assert len(text.splitlines()) == 9 and "and at 2 other places" in text and len(text) < 1000

@@ -13,7 +13,7 @@ from scaleray.recording.experiments import read_experiments
 from scaleray.recording.study_runs import ParentRun
 from scaleray.records.workload_profile import PartProfile, Product, WorkloadProfile
 from scaleray.studies.invalidate import invalidate_experiment
-from scaleray.studies.turn_store import INVALID
+from scaleray.studies.repeat_store import INVALID
 
 PART = PartProfile(name="part", num_parameters=1000, products=[Product(rows=1, inner=64, columns=64)], num_operations=3)
 COUNTED = WorkloadProfile(

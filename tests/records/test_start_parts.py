@@ -15,8 +15,8 @@ from scaleray.records.start import (
     RAY,
     WORKER_IMPORTS,
     StartClock,
-    in_words,
     steady_time,
+    to_text,
 )
 from scaleray.training.health.clock import Clock
 
@@ -36,9 +36,9 @@ def test_a_clock_of_another_node_that_is_behind_makes_no_part_negative():
 
 def test_a_long_start_is_told_in_one_line_and_a_short_one_is_not():
     parts = {IMPORTS: 2.0, RAY: 6.5, DATA: 0.01}
-    assert in_words(parts) == "first step after 8.5 s: imports 2.0 | Ray 6.5"
+    assert to_text(parts) == "first step after 8.5 s: imports 2.0 | Ray 6.5"
     record = dataclasses.replace(run_record(), start=parts)
-    assert in_words(parts) in final_lines(record)
+    assert to_text(parts) in final_lines(record)
     assert not any("first step" in line for line in final_lines(dataclasses.replace(record, start={RAY: 1.0})))
 
 

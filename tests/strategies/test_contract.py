@@ -32,11 +32,11 @@ from scaleray.strategies import STRATEGIES
 from scaleray.strategies.tensor import HOOKS
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.rank_context import RankContext
-from scaleray.verification.variants import PROMISES
+from scaleray.verification.variants import GUARANTEES
 
 FOR_MANY = sorted(set(STRATEGIES) - {"single"})
-EXACT = sorted(set(FOR_MANY) - set(PROMISES))
-APART = sorted(set(FOR_MANY) & set(PROMISES))  # these promise less: see `scaleray verify`, and their own tests
+EXACT = sorted(set(FOR_MANY) - set(GUARANTEES))
+APART = sorted(set(FOR_MANY) & set(GUARANTEES))  # these promise less: see `scaleray verify`, and their own tests
 # where each rank can run the model alone; the others' own tests say what they owe instead
 WHOLE = sorted(set(FOR_MANY) - {"pipeline", "tensor"})
 
@@ -210,7 +210,7 @@ def train_and_go_on_alone(place, strategy):
         return None
     plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     # replicas that train apart keep their own values, of which the final weights are the mean
-    plain.load_state_dict(model.state_dict() if strategy in PROMISES else weights)
+    plain.load_state_dict(model.state_dict() if strategy in GUARANTEES else weights)
     batch = {n: torch.from_numpy(v) for n, v in sources["train"].read(plan_rows(job)).items()}
     batch["x"] = batch["x"].double()
     for candidate in (model, plain):

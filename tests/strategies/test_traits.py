@@ -5,7 +5,7 @@ from typing import get_args
 from scaleray.config.strategy import StrategySettings
 from scaleray.config.strategy_traits import TRAITS, names_with, traits_of
 from scaleray.strategies import STRATEGIES
-from scaleray.verification.verdicts.promises import PROMISES
+from scaleray.verification.verdicts.guarantees import GUARANTEES
 
 
 def test_every_strategy_has_traits_and_every_name_of_the_table_is_one():
@@ -14,7 +14,7 @@ def test_every_strategy_has_traits_and_every_name_of_the_table_is_one():
 
 
 def test_those_that_train_apart_promise_less_than_equality():
-    assert set(names_with("trains_apart")) <= set(PROMISES)
+    assert set(names_with("trains_apart")) <= set(GUARANTEES)
 
 
 def test_a_worker_holds_a_part_where_it_has_one():

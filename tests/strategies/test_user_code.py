@@ -6,10 +6,10 @@ from small_runs import largest_difference, relative_differences, train, train_al
 
 from scaleray.errors import WorkloadError
 from scaleray.strategies import STRATEGIES
-from scaleray.verification.variants import PROMISES
+from scaleray.verification.variants import GUARANTEES
 
 FOR_MANY = sorted(set(STRATEGIES) - {"single"})
-APART = sorted(set(FOR_MANY) & set(PROMISES))
+APART = sorted(set(FOR_MANY) & set(GUARANTEES))
 WAYS = [own.ByTrainingStep, own.ByMethod, own.ByParts, own.ByWeight, own.Twice, own.PenaltyOfHead, own.PenaltyOfAll,
         own.GradientPenalty, own.Adversarial]  # fmt: skip
 SHARDED = "weight of which a worker holds only a part|where a worker holds only a part of it|sharded over the workers|outside of the layers' own forward"

@@ -11,9 +11,9 @@ from small_runs import Classify, make_job
 from scaleray.emulation import EmulatedLayer, Timing
 from scaleray.errors import PeerLostError
 from scaleray.records.published import RankSample
-from scaleray.records.study_record import NoiseCourse, ToTarget, Turn
-from scaleray.studies.measure_sizes import StudySize, SubGroups, measure_sizes, order_of_turns
-from scaleray.studies.turn import AT_USUAL_SPEED, alone
+from scaleray.records.study_record import NoiseHistory, Repeat, ToTarget
+from scaleray.studies.measure_sizes import StudySize, SubGroups, measure_sizes, repeat_order
+from scaleray.studies.repeat import AT_USUAL_SPEED, alone
 from scaleray.training.setup.rank_context import RankContext
 
 SHORT = {"steps": 4, "seconds": 0.0}
@@ -31,15 +31,15 @@ def study_size(workers, workload=None, *, turns=1, name=None, flags=None, **more
 
 def test_every_round_has_every_rung_once_and_rounds_differ_in_their_order():
     study_sizes = [study_size(n, turns=6, name=str(n)) for n in (1, 2, 4)]
-    order = order_of_turns(study_sizes, seed=0)
+    order = repeat_order(study_sizes, seed=0)
     rounds = [[r.name for number, r in order if number == wanted] for wanted in range(6)]
     assert all(sorted(found) == ["1", "2", "4"] for found in rounds)
     assert len(set(map(tuple, rounds))) > 1
-    assert order == order_of_turns(study_sizes, seed=0) and order != order_of_turns(study_sizes, seed=1)
+    assert order == repeat_order(study_sizes, seed=0) and order != repeat_order(study_sizes, seed=1)
 
 
 def test_a_rung_that_was_measured_before_takes_only_what_is_missing():
-    order = order_of_turns([study_size(1, turns=3, name="new"), study_size(2, turns=1, name="nearly done")], seed=0)
+    order = repeat_order([study_size(1, turns=3, name="new"), study_size(2, turns=1, name="nearly done")], seed=0)
     assert sorted(r.name for _, r in order) == ["nearly done", "new", "new", "new"]
 
 
@@ -47,7 +47,7 @@ def test_a_rung_that_was_measured_before_takes_only_what_is_missing():
     ("step_time_s", "period", "steps"), [(0.1, 1, 40), (0.01, 1, 300), (1e-5, 1, 2000), (0.1, 16, 48), (0.0, 1, 2000)]
 )
 def test_a_turn_lasts_its_steps_and_its_seconds_in_whole_periods_up_to_a_bound(step_time_s, period, steps):
-    assert study_size(1, steps=40, seconds=3.0, period=period).steps_of_a_turn(step_time_s) == steps
+    assert study_size(1, steps=40, seconds=3.0, period=period).steps_of_a_repeat(step_time_s) == steps
 
 
 # groups within groups
@@ -138,7 +138,7 @@ def test_a_ladder_measures_every_turn_of_every_rung(gloo):
     )
     told, outside = gloo.run(2, in_pool, measure, study_sizes, workload)
     assert outside == []  # the first worker tells
-    turns = {name: kind_of([m for m in told if m[0] == name], Turn) for name in ("w1", "w2", "fsdp")}
+    turns = {name: kind_of([m for m in told if m[0] == name], Repeat) for name in ("w1", "w2", "fsdp")}
     assert {name: len(found) for name, found in turns.items()} == {"w1": 2, "w2": 2, "fsdp": 1}
     one, two, sharded = turns["w1"][0], turns["w2"][0], turns["fsdp"][0]
     assert len(one.step_times_s) == len(one.input_waits_s) == 4
@@ -165,7 +165,7 @@ def test_emulated_models_and_parts_of_a_step_that_cannot_be_taken_alone_are_told
     workload = Classify(num_rows=48)
     flags = {"strategy.name": "tensor", "parallel.tensor": 2}
     told, _ = gloo.run(2, in_pool, measure, (study_size(2, workload, flags=flags),), workload)
-    assert [turn.alone_s for turn in kind_of(told, Turn)] == [None]
+    assert [turn.alone_s for turn in kind_of(told, Repeat)] == [None]
 
 
 def test_a_training_to_the_target_is_told_with_its_evaluations(gloo):
@@ -196,7 +196,7 @@ def test_noise_is_measured_apart_from_the_turns(gloo, workers, flags, way):
     study_sizes = (study_size(workers, workload, turns=1, flags=flags, measures_noise=True, steps=6),)
     run = [measure, study_sizes, workload]
     told = gloo.run(workers, in_pool, *run)[0] if workers > 1 else gloo.run(1, *run)[0]
-    assert [type(result) for _, result in told if not isinstance(result, str)] == [Turn, NoiseCourse]
+    assert [type(result) for _, result in told if not isinstance(result, str)] == [Repeat, NoiseHistory]
     _, noise = told[-1]
     assert (noise.way, noise.covers) == (way, "its first steps")
     # in every step, although the config says every 20th; a first step has none before it
@@ -217,7 +217,7 @@ def test_the_noise_of_a_training_to_the_target_is_that_of_its_whole_course(gloo)
     }
     one = study_size(2, workload, turns=0, flags=flags, trains_to_target=True, measures_noise=True)
     told, _ = gloo.run(2, in_pool, measure, (one,), workload)
-    (target,), (noise,) = kind_of(told, ToTarget), kind_of(told, NoiseCourse)
+    (target,), (noise,) = kind_of(told, ToTarget), kind_of(told, NoiseHistory)
     assert len(told) == 2 and target.steps == 30
     assert noise.covers == "the training to the target"
     assert noise.num_measurements == 10 and noise.curve[-1][0] == 8 * 29

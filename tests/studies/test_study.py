@@ -16,10 +16,10 @@ from shown_progress import shown
 from scaleray.config import load_config
 from scaleray.errors import ClusterError, ConfigError, PeerLostError, RunFailedError
 from scaleray.launch.workers import gloo
-from scaleray.records.study_record import NoiseCourse, StudyRecord, ToTarget, Turn
+from scaleray.records.study_record import NoiseHistory, Repeat, StudyRecord, ToTarget
 from scaleray.studies import hardware as study_places
 from scaleray.studies import study as studies
-from scaleray.studies.measure_sizes import order_of_turns
+from scaleray.studies.measure_sizes import repeat_order
 from scaleray.studies.study_options import StudyOptions
 
 HERE = Path(__file__).parents[1] / "launch"
@@ -53,7 +53,7 @@ class Workers:
         self.groups.append(
             [(study_size.workers, study_size.num_missing, study_size.needs_noise) for study_size in study_sizes]
         )
-        for number, study_size in order_of_turns(study_sizes, seed):
+        for number, study_size in repeat_order(study_sizes, seed):
             if self.told == self.fails_after:
                 raise self.error()
             self.told += 1
@@ -76,7 +76,7 @@ class Workers:
 
     def noise(self, study_size):
         count = 10 * study_size.workers
-        return NoiseCourse(
+        return NoiseHistory(
             scale=40.0,
             interval=(30.0, None),
             way="workers",
@@ -89,7 +89,7 @@ class Workers:
         n = study_size.workers
         step = 1e-3 * study_size.job.recipe.per_worker_batch_size + 5e-4 * (n > 1)
         times = [step * (1 + 0.01 * ((7 * self.told + k) % 5)) for k in range(40)]
-        return Turn(
+        return Repeat(
             step_times_s=times,
             input_waits_s=[0.0] * 40,
             input_share=0.0,
@@ -208,19 +208,19 @@ def test_other_conditions_are_measured_anew(study, flags, is_reused):
 
 
 @pytest.mark.always("RunningStudy.published")
-@pytest.mark.parametrize("moment", ["KnownTurns.turns", "RunningStudy.published", "ParentRun.log_point"])
+@pytest.mark.parametrize("moment", ["StoredRepeats.turns", "RunningStudy.published", "ParentRun.log_point"])
 def test_a_study_that_is_interrupted_just_after_its_run_was_made_is_marked(study, tmp_path, monkeypatch, moment):
     """The run was RUNNING for ever, and "marked KILLED"."""
     from mlflow import MlflowClient
 
     from scaleray.launch.session.campaign import ParentRun
-    from scaleray.studies.running_study import KnownTurns, RunningStudy
+    from scaleray.studies.running_study import RunningStudy, StoredRepeats
 
     def interrupted(*arguments, **named):
         raise KeyboardInterrupt
 
     owner, _, method = moment.partition(".")
-    owners = {kind.__name__: kind for kind in (KnownTurns, RunningStudy, ParentRun)}
+    owners = {kind.__name__: kind for kind in (StoredRepeats, RunningStudy, ParentRun)}
     monkeypatch.setattr(owners[owner], method, interrupted)
     with pytest.raises(KeyboardInterrupt):
         study(StudyOptions(world_sizes=[1], repeats=2))

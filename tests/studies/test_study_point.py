@@ -12,7 +12,7 @@ from small_runs import DEFAULTS
 
 from scaleray.config import load_config
 from scaleray.errors import RunFailedError
-from scaleray.records.study_record import Turn
+from scaleray.records.study_record import Repeat
 from scaleray.records.workload_profile import WorkloadProfile
 from scaleray.studies.measure_sizes import StudySize
 from scaleray.studies.point import NOT_STEADY, cost_per_million_samples, periods, point_of, split
@@ -33,7 +33,7 @@ def as_point(mode, workers, turns, *, tokens=None, flags=None, profile=UNKNOWN, 
 
 
 def turn(times, **more):
-    return Turn(
+    return Repeat(
         **{
             "step_times_s": times,
             "input_waits_s": [0.0] * len(times),

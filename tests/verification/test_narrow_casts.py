@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from scaleray.errors import ConfigError
 from scaleray.verification.bounds import BOUNDS
-from scaleray.verification.repeatable.narrow_casts import in_words, narrow_casts
+from scaleray.verification.repeatable.narrow_casts import narrow_casts, to_text
 from scaleray.verification.verify_options import VerifyOptions
 
 FEW = rows(4)
@@ -67,9 +67,9 @@ def test_casts_below_float64_are_found_with_file_and_line(workload, code):
 
 
 def test_the_advice_names_the_places_and_the_precision_to_compare_in():
-    words = in_words([f"model.py:{line}: x.float()" for line in range(5)])
+    words = to_text([f"model.py:{line}: x.float()" for line in range(5)])
     assert "model.py:2" in words and "and 2 more" in words and "--precision fp32" in words
-    assert in_words([]) == ""
+    assert to_text([]) == ""
 
 
 def test_each_precision_has_a_bound_of_its_own_and_a_given_one_wins():

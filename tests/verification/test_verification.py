@@ -16,7 +16,7 @@ from verified import broken_strategy, every_rank_reads_the_same, found, judge, j
 
 from scaleray.strategies import STRATEGIES, Parallel
 from scaleray.verification import variants as verification
-from scaleray.verification.variants import Promise
+from scaleray.verification.variants import Guarantee
 
 # what is right passes
 
@@ -88,11 +88,11 @@ def average_later():
     def apply(model, mesh, config, workload):
         return Parallel(model=model, module=model)
 
-    with broken_strategy(apply), mock.patch.dict(verification.PROMISES, {"broken": PROMISE}):
+    with broken_strategy(apply), mock.patch.dict(verification.GUARANTEES, {"broken": PROMISE}):
         yield
 
 
-PROMISE = Promise(False, verification.PROMISES["local_sgd"].keeps, "replicas train apart")
+PROMISE = Guarantee(False, verification.GUARANTEES["local_sgd"].keeps, "replicas train apart")
 
 
 @pytest.mark.combination
@@ -179,7 +179,10 @@ def forgets_to_average():
         parallel = STRATEGIES["local_sgd"](model, mesh, config, workload)
         return dataclasses.replace(parallel, after_update=lambda step: None)
 
-    with broken_strategy(apply), mock.patch.dict(verification.PROMISES, {"broken": verification.PROMISES["local_sgd"]}):
+    with (
+        broken_strategy(apply),
+        mock.patch.dict(verification.GUARANTEES, {"broken": verification.GUARANTEES["local_sgd"]}),
+    ):
         yield
 
 
@@ -191,7 +194,10 @@ def no_warm_up():
         parallel = STRATEGIES["local_sgd"](model, mesh, config, workload)
         return dataclasses.replace(parallel, model=model)
 
-    with broken_strategy(apply), mock.patch.dict(verification.PROMISES, {"broken": verification.PROMISES["local_sgd"]}):
+    with (
+        broken_strategy(apply),
+        mock.patch.dict(verification.GUARANTEES, {"broken": verification.GUARANTEES["local_sgd"]}),
+    ):
         yield
 
 

@@ -157,7 +157,7 @@ class KubernetesJobs:
             for event in reversed(mine):
                 text = f"{event.get('reason', '')}: {event.get('message', '')}"
                 if any(sign in text for sign in WAITS):
-                    return _in_words(text)
+                    return _to_text(text)
         return ""
 
     def _check_secret(self, names: Sequence[str]) -> None:
@@ -278,7 +278,7 @@ def _belongs(about: dict[str, Any], name: str, ray_cluster: str) -> bool:
     return bool(ray_cluster) and (given == ray_cluster or given.startswith(f"{ray_cluster}-"))
 
 
-def _in_words(text: str) -> str:
+def _to_text(text: str) -> str:
     short = " ".join(text.split())[:300]
     if "exceeded quota" in text:
         return f"the quota of the namespace is used up ({short}); kubectl describe resourcequota shows it"

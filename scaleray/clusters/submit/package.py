@@ -66,7 +66,7 @@ class Contents:
             sizes[top + slash] += num_bytes
         return sizes.most_common(count)
 
-    def in_words(self) -> str:
+    def to_text(self) -> str:
         """Summary of the contents, in one line."""
         largest = ", ".join(f"{name} {disk_space(num_bytes)}" for name, num_bytes in self.largest())
         left_out = (

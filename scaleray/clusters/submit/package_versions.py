@@ -35,7 +35,7 @@ class Versions:
         """Versions of this process."""
         return cls(platform.python_version(), normalised(_installed()))
 
-    def in_words(self) -> str:
+    def to_text(self) -> str:
         """Text with the versions to compare."""
         named = [f"{name} {self.packages[name]}" for name in ("ray", "torch") if name in self.packages]
         return ", ".join([f"Python {self.python}", *named])

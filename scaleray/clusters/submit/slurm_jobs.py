@@ -103,7 +103,7 @@ def status_of(name: str, text: str, *, folder: str) -> JobNow:
     status = STATES.get(state, "PENDING")
     has_ended = status in ("SUCCEEDED", "FAILED", "STOPPED")
     exit_code = fields.get("ExitCode", "")
-    message = in_words(fields.get("Reason", "")) if not has_ended else ""
+    message = to_text(fields.get("Reason", "")) if not has_ended else ""
     if not state:
         status, message = "UNKNOWN", "Slurm no longer lists it; its log shows how it ended"
     elif status == "FAILED" and "silent" in lines and exit_code in (NO_OUTPUT, ""):
@@ -123,7 +123,7 @@ def status_of(name: str, text: str, *, folder: str) -> JobNow:
     )
 
 
-def in_words(reason: str) -> str:
+def to_text(reason: str) -> str:
     """Reason why a job waits; empty if it is uninformative."""
     if reason in ORDINARY:
         return ""

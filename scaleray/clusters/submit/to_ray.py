@@ -52,7 +52,7 @@ def compare(submission: Submission, jobs: Jobs, *, say: Say) -> Submission:
     with stage("querying the cluster's versions"):
         there = jobs.versions()
     refuse_differences(submission, here, there, remedy=REMEDY)
-    say(f"  versions: {there.in_words()}")
+    say(f"  versions: {there.to_text()}")
     return with_missing(submission, here, there)
 
 

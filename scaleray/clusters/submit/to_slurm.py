@@ -76,7 +76,7 @@ def _compare(submission: Submission, jobs: SlurmJobs, say: Say) -> None:
         return
     here = Versions.here()
     refuse_differences(submission, here, there, remedy="install the same versions here, or these there")
-    say(f"  versions: {there.in_words()}")
+    say(f"  versions: {there.to_text()}")
     submission = with_missing(submission, here, there)
     pip = f"{jobs.cluster.environment}/bin/pip install {' '.join(submission.requirements)}"
     refuse_missing(submission, remedy=f"on the cluster: {pip}")

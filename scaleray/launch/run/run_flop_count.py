@@ -94,12 +94,12 @@ def _counted_by(process: subprocess.Popen[bytes], given: bytes) -> WorkerMessage
 
 
 def _not_counted(why: Exception | str) -> EventRecord:
-    reason = why if isinstance(why, str) else _in_words(why)
+    reason = why if isinstance(why, str) else _to_text(why)
     text = f"model FLOPs utilisation is not published, because the FLOPs of a sample were not counted: {reason}"
     return EventRecord(f"{text}; set monitoring.flops_per_sample")
 
 
-def _in_words(error: BaseException) -> str:
+def _to_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
@@ -118,7 +118,7 @@ def main() -> int:
                 "flops": profile_workload(workload, rows, precision, gives_tuples=gives_tuples).flops
             }
     except (Exception, SystemExit) as exc:
-        answer = {"problem": _in_words(exc)}
+        answer = {"problem": _to_text(exc)}
     print(json.dumps(answer))
     return 0
 

@@ -96,8 +96,7 @@ def run_page(
             (f"{record.status.lower()}: {cut}" if record.status == "FAILED" else record.status.lower()),
             record.verdict,
         )
-    result = record.result(verdict)
-    result = sentence_case(result) if result == verdict else result
+    result = sentence_case(verdict) if record.result == record.verdict else record.result
     headline = f"{result} after {quantity(record.steps, 'step')} in {seconds(record.total_time_s)}"
     return Page(
         kind="Training",
@@ -110,7 +109,7 @@ def run_page(
         words=[
             *(f"Resumed after step {step}." for step in record.resumed_after),
             *([f"Alerts: {record.alerts_in_words()}."] if record.alerts else []),
-            *([f"{sentence_case(start.in_words(record.start))}."] if record.start else []),
+            *([f"{sentence_case(start.to_text(record.start))}."] if record.start else []),
         ],
         marks=record.marks,
         figures=[*_result(record, evaluations), *_facts(record)],

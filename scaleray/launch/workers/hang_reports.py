@@ -43,7 +43,7 @@ class HangReport:
             return ""
         if found is not None and found.kind not in MISMATCHES and not told and not self._is_hang():
             return ""
-        lines = [in_words(found, self.dumps)] if found is not None else ranks_by_line(self.dumps)
+        lines = [to_text(found, self.dumps)] if found is not None else ranks_by_line(self.dumps)
         if any(dump.why == "Aborted" for dump in told):
             lines.append(ENDED_IN_A_COLLECTIVE)
         return "\n  ".join([*lines, f"what each rank was doing: {self.store.path('')}".rstrip("/")])
@@ -144,7 +144,7 @@ def _read(store: Store, entry: Entry, beat: Heartbeat | None) -> RankDump | None
         return None
 
 
-def in_words(found: Desync, dumps: Mapping[int, RankDump], *, most_lines: int = 6) -> str:
+def to_text(found: Desync, dumps: Mapping[int, RankDump], *, most_lines: int = 6) -> str:
     """Describe the fault in a sentence, followed by the source line of each rank of the group."""
     said = [_sentence(found)]
     if found.hint:

@@ -77,7 +77,7 @@ class Rule:
         """Seconds that the condition must last before the run itself raises the alert."""
         return 0.0 if self.steps_in_a_row else self.for_s
 
-    def in_words(self, found: Match) -> str:
+    def to_text(self, found: Match) -> str:
         """The summary with the measured value."""
         return self.summary.format(value=IN_WORDS[self.unit](found.value), of=found.of)
 

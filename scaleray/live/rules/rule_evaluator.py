@@ -72,7 +72,7 @@ class RuleEvaluator:
                 continue
             state.held_at, state.since = seen.now, seen.now if state.since is None else state.since
             if state.alert is None and seen.now - state.since >= rule.lasts_s:
-                text = rule.in_words(found)
+                text = rule.to_text(found)
                 state.alert = Alert(
                     rule.name, rule.severity, "firing", state.since, found.value, text, recorded_at=seen.now
                 )

@@ -17,7 +17,7 @@ from scaleray.common.printed import quantity
 from scaleray.common.progress import Stage
 from scaleray.live.state.run_state import RunState
 from scaleray.records import start
-from scaleray.records.phases import EVALUATING, Phase, in_words
+from scaleray.records.phases import EVALUATING, Phase, to_text
 from scaleray.records.run_record import (
     CheckpointRecord,
     EvaluationRecord,
@@ -114,7 +114,7 @@ class Terminal:
 
     def _take_heartbeat(self, beat: Heartbeat) -> None:
         """Show long activities: everything before the first step, an evaluation, and a step of seconds."""
-        name, status = in_words(beat.phase, beat.step), self._status
+        name, status = to_text(beat.phase, beat.step), self._status
         if status is not None and name == status.name:
             return
         if status is not None and status.name == EVALUATING and beat.phase == Phase.INPUT:
@@ -202,7 +202,7 @@ def final_lines(record: RunRecord) -> list[str]:
         lines.append(f"MLflow:  {record.mlflow_link}")
     lines.append(f"record:  {record.run_dir}/record.json")
     if sum(record.start.values()) > start.LONG_S:
-        lines.insert(1, start.in_words(record.start))
+        lines.insert(1, start.to_text(record.start))
     return lines
 
 

@@ -18,7 +18,7 @@ from rich.text import Text
 from scaleray.common.printed import printable, quantity
 from scaleray.records.alert_record import Alert
 from scaleray.records.live_state import LOST, RUNNING, STARTING, LiveState, RankNow
-from scaleray.records.phases import PART_IN_WORDS, Phase, in_words
+from scaleray.records.phases import PART_IN_WORDS, Phase, to_text
 from scaleray.records.terminal.progress_line import duration
 from scaleray.records.text import units
 
@@ -358,7 +358,7 @@ def _cells(rank: RankNow, state: LiveState, *, is_narrow: bool, has_late: bool) 
 def _doing(rank: RankNow) -> Text:
     if rank.silent_s >= SILENT_S:
         return Text(f"silent for {rank.silent_s:.0f} s", style="bold red")
-    words = in_words(rank.phase, rank.step)
+    words = to_text(rank.phase, rank.step)
     return Text(f"{words} for {rank.since_s:.0f} s" if rank.since_s >= SILENT_S else words)
 
 

@@ -154,7 +154,7 @@ def _unpickled(content: bytes, name: str) -> Mapping[str, Any]:
 
 def _block(block: Mapping[str, Any]) -> Block:
     is_used = block["state"] in IN_USE
-    frames = [frame if isinstance(frame, str) else _in_words(frame) for frame in block.get("frames") or ()]
+    frames = [frame if isinstance(frame, str) else _to_text(frame) for frame in block.get("frames") or ()]
     category = block.get("category") or next(
         (name for part, name in _BY_FRAMES.items() if any(part in frame for frame in frames)), CATEGORIES[3]
     )
@@ -162,5 +162,5 @@ def _block(block: Mapping[str, Any]) -> Block:
     return Block(int(block["size"]), requested, is_used, category if is_used else "", frames[0] if frames else "")
 
 
-def _in_words(frame: Mapping[str, Any]) -> str:
+def _to_text(frame: Mapping[str, Any]) -> str:
     return f"{frame.get('filename', '')}:{frame.get('line', '')} {frame.get('name', '')}"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from scaleray.profiling.links import in_words, slow_link, why_not
+from scaleray.profiling.links import slow_link, to_text, why_not
 from scaleray.profiling.verdict.findings import Finding, Limit, Verdict
 from scaleray.profiling.verdict.signals import OWN, Facts, LateAt, Signals
 from scaleray.profiling.verdict.verdict import evaluate
@@ -45,7 +45,7 @@ def with_links(verdict: Verdict, profile: RunProfile, facts: Facts) -> Verdict:
     if link is None:
         note = f"which link is slow: {why_not(profile.links, facts.workers)}"
         return dataclasses.replace(verdict, notes=(*verdict.notes, note))
-    named = dataclasses.replace(found[0], ranks=link.ranks, cause=in_words(link))
+    named = dataclasses.replace(found[0], ranks=link.ranks, cause=to_text(link))
     others = tuple(named if one is found[0] else one for one in verdict.others)
     primary = named if verdict.primary is found[0] else verdict.primary
     verdict = dataclasses.replace(verdict, primary=primary, others=others)

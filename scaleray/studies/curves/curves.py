@@ -14,7 +14,7 @@ from scaleray.records.study_record import Curve, CurvePoint, Estimate, Fit, Mode
 from scaleray.records.text.headlines import would_pay
 from scaleray.studies.curves import extrapolation
 from scaleray.studies.curves.efficiency import curve_points, scaled
-from scaleray.studies.curves.extrapolation import in_words
+from scaleray.studies.curves.extrapolation import to_text
 from scaleray.studies.curves.fitting import FittedLaw, fit_laws
 from scaleray.studies.curves.laws import GivenLaw
 
@@ -102,7 +102,7 @@ def verdict_of(
     """The verdict as one sentence."""
     if doubling is not None:
         first = (
-            f"the next doubling to {doubling.workers} workers would give {in_words(doubling.gain)} "
+            f"the next doubling to {doubling.workers} workers would give {to_text(doubling.gain)} "
             f"for {doubling.cost_factor:g}x the cost"
         )
         if price_per_worker_hour is not None:
@@ -157,7 +157,7 @@ def as_curve(
     best = _best(mode, fitted)
     doubling = extrapolation.next_doubling(found, best) if best is not None and not reason else None
     if doubling is not None and extrapolation.is_too_wide(doubling):
-        gain = in_words(doubling.gain)
+        gain = to_text(doubling.gain)
         reason = (
             f"twice the workers would give {gain} the throughput; the interval is too wide to act on: measure "
             f"{doubling.workers}"

@@ -27,7 +27,7 @@ from scipy.special import ndtri, stdtrit
 
 from scaleray.errors import UsageError
 from scaleray.records.study_record import CurvePoint, Estimate, Point
-from scaleray.studies.curves.paired_rounds import turns_by_round, without_drift
+from scaleray.studies.curves.paired_rounds import repeats_by_round, without_drift
 
 NUM_DRAWS = 2000
 CONFIDENCE = 0.95
@@ -112,7 +112,7 @@ def log_throughputs(points: Sequence[Point]) -> list[Resampled]:
     ratios at most `WORTH_PAIRING` as wide; otherwise they are drawn independently. Pairs of few rounds have half the
     degrees of freedom, so pairing is a disadvantage if rounds share nothing."""
     apart = [_log_throughput(point, point.turns) for point in points]
-    turns = turns_by_round(points)
+    turns = repeats_by_round(points)
     if turns is None:
         return apart
     paired = [_log_throughput(p, own, is_paired=True) for p, own in zip(points, without_drift(turns), strict=True)]

@@ -133,7 +133,7 @@ def _drop(points: list[CurvePoint]) -> str:
         gain = rates[number].over(rates[number - 1])
         if gain.high < 1:
             fewer, more = points[number - 1].point.workers, points[number].point.workers
-            text = f"{more} workers gave {in_words(gain)} the throughput of {fewer}"
+            text = f"{more} workers gave {to_text(gain)} the throughput of {fewer}"
             if number == len(points) - 1:
                 return f"{text}: more workers are slower"
             return (
@@ -142,6 +142,6 @@ def _drop(points: list[CurvePoint]) -> str:
     return ""
 
 
-def in_words(gain: Estimate) -> str:
+def to_text(gain: Estimate) -> str:
     """A gain with its interval as text, such as `1.61x (1.52-1.70)`."""
     return f"{gain.value:.2f}x ({gain.low:.2f}-{gain.high:.2f})"

@@ -20,7 +20,7 @@ def launch_of(round_name: str) -> str:
     return round_name.rpartition("/")[0]
 
 
-def turns_by_round(points: Sequence[Point]) -> list[list[list[float]]] | None:
+def repeats_by_round(points: Sequence[Point]) -> list[list[list[float]]] | None:
     """Each point's measurements in the same order of rounds; None if one has no counterpart at another point."""
     wanted = sorted(points[0].rounds)
     if len(points) < 2 or len(wanted) < LEAST_ROUNDS or len(set(wanted)) < len(wanted) or "" in wanted:

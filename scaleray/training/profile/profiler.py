@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from scaleray.common.watchers import Guard, Watcher
-from scaleray.profiling.links import in_words, slow_link, slowest, why_not
+from scaleray.profiling.links import slow_link, slowest, to_text, why_not
 from scaleray.records.live_state import RecentSteps
 from scaleray.records.phases import Phase
 from scaleray.records.profile_record import RankMeasurements
@@ -60,7 +60,7 @@ class LinkWatch(Observer):
             return
         found = slow_link(rows)
         self._emit(LinksMeasured(step, *slowest(rows)))
-        text = in_words(found) if found else f"the slow one is not known: {why_not(rows, self.place.world_size)}"
+        text = to_text(found) if found else f"the slow one is not known: {why_not(rows, self.place.world_size)}"
         self._say(step, f"measured after step {step}: {text}", "warning" if found else "info")
 
     def _say(self, step: int, text: str, kind: str) -> None:

@@ -36,7 +36,7 @@ class Decision:
 
 
 @dataclass
-class Course:
+class TrainingHistory:
     """History of a training up to its last step.
 
     Seconds count only steps, without evaluations and waits."""
@@ -169,7 +169,7 @@ class StepwiseTraining:
     checkpointing. pauses: False trains to the end without waiting. start_from: a folder from `save`."""
 
     def __init__(self, train: Train, *, pauses: bool = True, start_from: str | None = None) -> None:
-        self.course = Course()
+        self.course = TrainingHistory()
         self.events: list[str] = []
         self._train, self._pauses, self._start_from = train, pauses, start_from
         self._decisions: queue.Queue[Decision] = queue.Queue()

@@ -244,7 +244,7 @@ class _FirstBatchCheck:
             if min(first[1], second[1]) > 0 and (error := self.workload.explain_weight(whole, first, second)):
                 raise error
             return
-        words = in_words(whole, first, second, (rows, rows // 2, rows - rows // 2)).removeprefix("it ")
+        words = to_text(whole, first, second, (rows, rows // 2, rows - rows // 2)).removeprefix("it ")
         raise WorkloadError.problem(
             "loss()", f"{words}, so the training depends on micro-batches and the number of workers",
             "define outputs() and batch_loss() instead of loss() for one over the whole batch, or compute the loss "
@@ -338,7 +338,7 @@ def apart(whole: tuple[float, float], first: tuple[float, float], second: tuple[
     )
 
 
-def in_words(
+def to_text(
     whole: tuple[float, float], first: tuple[float, float], second: tuple[float, float], rows: tuple[int, int, int]
 ) -> str:
     """Difference of the value of some rows from that of their halves, as text."""

@@ -25,7 +25,7 @@ from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.setup.weighted_losses import has_batch_loss, has_loss, losses_of
 from scaleray.training.step.evaluation import evaluation_mode
-from scaleray.training.step.first_batch import apart, check_first_batch, in_words, rounding_of
+from scaleray.training.step.first_batch import apart, check_first_batch, rounding_of, to_text
 from scaleray.training.step.metric_objects import MetricObjects
 from scaleray.training.step.micro_batches import user_batch
 from scaleray.training.step.step import dense_part
@@ -144,7 +144,7 @@ class ModelCheck:
         if not apart(whole, first, second, rounding_of(self.job.config)):
             return "halves add up"
         declared = "count='rows'" if hasattr(self.job.workload, "explain_weight") else "depends_on_micro_batch"
-        return f"{in_words(whole, first, second, (size, half, size - half))}, which {declared} accepts"
+        return f"{to_text(whole, first, second, (size, half, size - half))}, which {declared} accepts"
 
     def gradients(self, figures: dict[str, Any]) -> Iterator[Finding]:
         """The gradients of one micro-batch, the parameters without one, and the memory used."""
@@ -207,7 +207,7 @@ class ModelCheck:
                         continue  # it draws random numbers, or knows rows of which it has nothing to say
                     if cut is None and apart(pair, parts[0][name], parts[1][name], METRIC_ROUNDING):
                         counts = (rows_in(rows), half, rows_in(rows) - half)
-                        cut = f"{split.name}/{name}: {in_words(pair, parts[0][name], parts[1][name], counts)}"
+                        cut = f"{split.name}/{name}: {to_text(pair, parts[0][name], parts[1][name], counts)}"
             names |= {f"{split.name}/{name}" for name in whole}
             objects |= {f"{split.name}/{name}" for name in self._objects(split.name).names}
         if cut is not None:

@@ -59,7 +59,7 @@ def narrow_casts(workload: Any, rows: Mapping[str, Any], *, gives_tuples: bool) 
     return list(casts.places)
 
 
-def in_words(places: list[str]) -> str:
+def to_text(places: list[str]) -> str:
     """Remedy for such casts; empty if there are none."""
     if not places:
         return ""

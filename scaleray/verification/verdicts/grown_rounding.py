@@ -51,7 +51,7 @@ class GrownRounding:
             self._largest[key] = largest_difference(self.runs.reference(key), shaken)
         return max(self.bound, min(ROUNDING_TIMES * self._largest[key], most))
 
-    def in_words(self, bound: float) -> str:
+    def to_text(self, bound: float) -> str:
         """Origin of a bound; "" for the requested one."""
         if bound <= self.bound:
             return ""

@@ -18,8 +18,8 @@ from scaleray.verification.repeatable.repeatable_workload import Quieted
 from scaleray.verification.runs.compared_runs import Key, Variant, Watched, partition_of
 from scaleray.verification.runs.trace_probe import TraceProbe
 from scaleray.verification.traces.run_trace import Restored, Trace
+from scaleray.verification.verdicts.guarantees import Guarantee, guarantee_of
 from scaleray.verification.verdicts.own_precision import Excess, Rounding
-from scaleray.verification.verdicts.promises import Promise, promise_of
 
 Found = tuple[Divergence, Finding]
 
@@ -68,13 +68,13 @@ def own_gradients(variant: Variant, watched: Watched, config: RunConfig, bound: 
 
 def rounding_of(variant: Variant) -> Rounding:
     assert variant.own is not None
-    config, promise = variant.own.config, promised(variant)
+    config, guarantee = variant.own.config, promised(variant)
     narrow = []
     if traits_of(variant.strategy).splits_parameters or config.degrees().whole > 1:
         narrow = [d for d in (config.fsdp.reduce_dtype, config.fsdp.parameter_dtype) if d in ("bf16", "fp16")]
     types = {"bf16": torch.bfloat16, "fp16": torch.float16}
     epsilon = max(torch.finfo(types.get(d, torch.float32)).eps for d in (*narrow, "fp32"))
-    return Rounding(epsilon, variant.world_size * variant.accumulation, promise.is_exact, bool(narrow))
+    return Rounding(epsilon, variant.world_size * variant.accumulation, guarantee.is_exact, bool(narrow))
 
 
 def beyond_rounding(found: Excess, variant: Variant) -> Finding:
@@ -106,8 +106,8 @@ def without_statistics(variant: Variant) -> str:
     return ""
 
 
-def promised(variant: Variant) -> Promise:
-    return promise_of(variant.strategy, variant.job.config, variant.world_size)
+def promised(variant: Variant) -> Guarantee:
+    return guarantee_of(variant.strategy, variant.job.config, variant.world_size)
 
 
 def failure(exc: Exception, variant: Variant, probes: list[TraceProbe]) -> Mismatch:
@@ -144,10 +144,10 @@ def judged(trace: Trace, key: Key) -> str:
     return "; ".join(words[name] for name in trace.quieted)
 
 
-def handed_on_wrongly(trace: Trace, promise: Promise, config: RunConfig, bound: float) -> Found | None:
+def handed_on_wrongly(trace: Trace, guarantee: Guarantee, config: RunConfig, bound: float) -> Found | None:
     """The first of the final weights that is not the replicas' mean, if known."""
     last = trace.steps[-1].step if trace.steps else 0
-    mean = promise.mean(trace, config, last) if last else None
+    mean = guarantee.mean(trace, config, last) if last else None
     for position, name in enumerate(trace.names if mean is not None else ()):
         found = trace.exported.get(f"{FINAL_WEIGHTS}: {name}")
         if found is None or mean is None:

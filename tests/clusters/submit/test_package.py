@@ -43,7 +43,7 @@ def test_all_files_travel_but_those_that_ignore_files_name_and_no_job_needs(tmp_
     found = contents_of(tmp_path, max_mib=1)
     assert sorted(found.files) == [".gitignore", "a", "b/.rayignore", "b/c", "keep"]
     assert found.files["b/c"] == 2 and found.left_out == 7
-    assert "5 files" in found.in_words() and "7 excluded" in found.in_words()
+    assert "5 files" in found.to_text() and "7 excluded" in found.to_text()
 
 
 def test_links_to_folders_and_outside_stay_and_are_named_and_others_travel_as_the_file(tmp_path):
@@ -56,7 +56,7 @@ def test_links_to_folders_and_outside_stay_and_are_named_and_others_travel_as_th
     (folder / "c").symlink_to(folder / "a")
     found = contents_of(folder, max_mib=1)
     assert found.files == {"a": 1, "c": 1} and found.linked == ("data", "round", "b") and found.left_out == 1
-    assert "as links to folders, outside or to excluded files: data, round, b" in found.in_words()
+    assert "as links to folders, outside or to excluded files: data, round, b" in found.to_text()
     with pytest.raises(ConfigError, match="outside the working directory"):
         check_is_in(found, folder / "data" / "b", what="--config")
 

@@ -13,7 +13,7 @@ from scaleray.cli import submit as command
 from scaleray.cli.main import run_command
 from scaleray.cli.output import Output
 from scaleray.clusters.submit.clusters import SlurmCluster
-from scaleray.clusters.submit.slurm_jobs import SlurmJobs, in_words, status_of
+from scaleray.clusters.submit.slurm_jobs import SlurmJobs, status_of, to_text
 from scaleray.errors import ClusterError
 
 RUNNING = (
@@ -327,8 +327,8 @@ def test_states_of_slurm_are_those_of_ray(line, status, message):
 
 
 def test_reasons_that_say_nothing_are_not_told():
-    assert in_words("None") == in_words("") == ""
-    assert "a limit of your account" in in_words("AssocGrpGRES") and in_words("Odd") == "Odd"
+    assert to_text("None") == to_text("") == ""
+    assert "a limit of your account" in to_text("AssocGrpGRES") and to_text("Odd") == "Odd"
 
 
 def test_the_batch_script_that_is_written_runs_what_it_is_told(project, tmp_path):

@@ -11,8 +11,8 @@ from scaleray.common import fingerprint
 from scaleray.config import load_config
 from scaleray.errors import ConfigError, StorageError
 from scaleray.launch.session.conditions import MOST_DIFFERENCES, check_same, conditions_of, differences, key_of
-from scaleray.records.study_record import ToTarget, Turn
-from scaleray.studies.turn_store import TARGET, TURN, InvalidTurns, KnownTurns, mark_invalid, studies_of
+from scaleray.records.study_record import Repeat, ToTarget
+from scaleray.studies.repeat_store import TARGET, TURN, InvalidRepeats, StoredRepeats, mark_invalid, studies_of
 
 NODES = {"launch": "Ray Train", "nodes": [{"cpus": 2, "gpus": 0, "accelerator": None}]}
 
@@ -86,24 +86,24 @@ def test_many_differences_are_counted_rather_than_listed():
 
 
 def turn(at, study="one"):
-    return Turn(step_times_s=[0.1, 0.2], input_waits_s=[0.0, 0.0], input_share=0.0, measured_at=at, study=study)
+    return Repeat(step_times_s=[0.1, 0.2], input_waits_s=[0.0, 0.0], input_share=0.0, measured_at=at, study=study)
 
 
 def test_turns_come_back_oldest_first_under_the_same_conditions_only(tmp_path):
-    known = KnownTurns(str(tmp_path), conditions())
+    known = StoredRepeats(str(tmp_path), conditions())
     for at in (3.0, 1.0, 12.0):
         known.keep("w001", TURN, turn(at), at=at)
     target = ToTarget(is_reached=True, steps=1, samples=2, time_s=3.0, metric="val/loss", value=0.5)
     known.keep("w001", TARGET, target, at=5.0)
-    again = KnownTurns(str(tmp_path), conditions())
+    again = StoredRepeats(str(tmp_path), conditions())
     assert again.turns("w001") == [turn(1.0), turn(3.0), turn(12.0)]
     assert again.to_target("w001").samples == 2
     assert again.turns("w002") == [] and again.to_target("w002") is None
-    assert KnownTurns(str(tmp_path), conditions(seed=1)).turns("w001") == []
+    assert StoredRepeats(str(tmp_path), conditions(seed=1)).turns("w001") == []
 
 
 def test_a_file_that_is_no_turn_counts_as_not_there(tmp_path):
-    known = KnownTurns(str(tmp_path), conditions())
+    known = StoredRepeats(str(tmp_path), conditions())
     known.keep("w001", TURN, turn(1.0), at=1.0)
     known.store.write_text("w001/turn-2.000-beef.json", '{"step_times_s": "no"}')
     assert known.turns("w001") == [turn(1.0)]
@@ -116,7 +116,7 @@ def test_reused_turns_are_named():
 
 
 def test_a_turn_that_was_changed_on_the_disk_is_refused_with_its_file(tmp_path):
-    known = KnownTurns(str(tmp_path), conditions())
+    known = StoredRepeats(str(tmp_path), conditions())
     known.keep("w001", TURN, turn(1.0), at=1.0)
     [name] = known.store.names("w001")
     known.store.write_text(name, known.store.read(name).decode().replace("0.2", "0.1"))
@@ -125,18 +125,18 @@ def test_a_turn_that_was_changed_on_the_disk_is_refused_with_its_file(tmp_path):
 
 
 def test_turns_of_a_study_that_is_invalid_are_not_taken_over_and_stay(tmp_path):
-    known = KnownTurns(str(tmp_path), conditions())
+    known = StoredRepeats(str(tmp_path), conditions())
     target = ToTarget(is_reached=True, steps=1, samples=2, time_s=3.0, metric="val/loss", value=0.5)
     for study_size in ("w001-b8", "w002-b8"):
         known.keep(study_size, TURN, turn(1.0, "hot"), at=1.0)
         known.keep(study_size, TURN, turn(50.0, "cool"), at=50.0)
         known.keep(study_size, TARGET, target, at=2.0)
-    mark_invalid(str(tmp_path), InvalidTurns("hot", "the fan was off", 0.0, 10.0, workers=2))
-    again = KnownTurns(str(tmp_path), conditions())
+    mark_invalid(str(tmp_path), InvalidRepeats("hot", "the fan was off", 0.0, 10.0, workers=2))
+    again = StoredRepeats(str(tmp_path), conditions())
     assert again.turns("w001-b8") == [turn(1.0, "hot"), turn(50.0, "cool")] and again.to_target("w001-b8") == target
     assert again.turns("w002-b8") == [turn(50.0, "cool")] and again.to_target("w002-b8") is None
-    mark_invalid(str(tmp_path), InvalidTurns("hot", "the fan was off", 0.0, 10.0))
-    assert KnownTurns(str(tmp_path), conditions()).turns("w001-b8") == [turn(50.0, "cool")]
+    mark_invalid(str(tmp_path), InvalidRepeats("hot", "the fan was off", 0.0, 10.0))
+    assert StoredRepeats(str(tmp_path), conditions()).turns("w001-b8") == [turn(50.0, "cool")]
     assert len(known.store.names("w002-b8")) == 3
 
 

@@ -39,7 +39,7 @@ def test_names_of_the_config_are_the_rules_and_each_has_a_case_that_fires_and_on
 
 def test_each_rule_says_what_it_costs_and_what_to_do():
     for rule in RULES:
-        shown = rule.in_words(Match(0.5, "rank 1"))
+        shown = rule.to_text(Match(0.5, "rank 1"))
         assert "{" not in shown and rule.costs.endswith(".") and rule.advice.endswith("."), rule.name
         assert (rule.of != "") == ("{of}" in rule.summary), rule.name
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from scaleray.common import progress
 from scaleray.common.progress import Stage
 from scaleray.live.terminal.live_table import Terminal
-from scaleray.records.phases import Phase, in_words
+from scaleray.records.phases import Phase, to_text
 from scaleray.records.run_record import EvaluationRecord, Heartbeat, ModelRecord, StepRecord
 from scaleray.records.terminal import progress_line
 from scaleray.records.terminal.progress_line import StageDisplay, duration, so_far
@@ -179,8 +179,8 @@ def test_the_bar_of_a_resumed_run_counts_the_steps_before_and_its_time_left_does
 
 @pytest.mark.parametrize("phase", list(Phase))
 def test_every_phase_has_words(phase):
-    assert in_words(phase, 4) and str(phase) != in_words(phase, 4)
-    assert in_words(Phase.INPUT, 0) == "reading the first batch"
+    assert to_text(phase, 4) and str(phase) != to_text(phase, 4)
+    assert to_text(Phase.INPUT, 0) == "reading the first batch"
 
 
 def test_the_constants_of_a_pipe_are_those_that_the_docs_state():

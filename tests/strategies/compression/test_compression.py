@@ -34,7 +34,7 @@ from scaleray.strategies.compression import adaptive as adaptive_compression
 from scaleray.strategies.compression.adaptive import Candidate, Link, choose
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.step.step import TrainStep
-from scaleray.verification.variants import PROMISES, Assignment, verify_group
+from scaleray.verification.variants import GUARANTEES, Assignment, verify_group
 from scaleray.verification.verification_plan import make_plan
 from scaleray.verification.verify_options import VerifyOptions
 
@@ -421,7 +421,7 @@ def test_verify_judges_what_compression_promises_and_the_single_process_has_none
     assert plan.refused == []
     outcomes = gloo.run(2, judge, Assignment(plan.reference, tuple(plan.groups[2]), 1e-9), sources)[0]
     assert [(outcome.verdict, outcome.words) for outcome in outcomes] == [
-        ("as promised", PROMISES["compression"].words)
+        ("as promised", GUARANTEES["compression"].words)
     ] * 2
     assert all(outcome.comparison.divergence is not None for outcome in outcomes)  # it is not equal, either
 

@@ -13,7 +13,7 @@ from scaleray.studies.curves import efficiency
 from scaleray.studies.curves.curves import as_curve
 from scaleray.studies.curves.efficiency import curve_points
 from scaleray.studies.curves.fitting import fit_laws
-from scaleray.studies.curves.paired_rounds import turns_by_round, without_drift
+from scaleray.studies.curves.paired_rounds import repeats_by_round, without_drift
 
 ROUNDS = 5
 
@@ -91,22 +91,22 @@ def test_rounds_that_share_nothing_leave_the_intervals_as_they_were():
 def test_turns_without_their_like_in_every_other_point_are_not_compared_by_rounds(rounds):
     one, two, four = in_rounds({1: 0.1, 2: 0.06, 4: 0.04}, drift=0.3, seed=2)
     other = dataclasses.replace(four, rounds=rounds)
-    assert turns_by_round([one, two, other]) is None
+    assert repeats_by_round([one, two, other]) is None
     found, apart = curve_points([one, two, other]), curve_points(unpaired([one, two, four]))
     assert [at.speedup for at in found] == [at.speedup for at in apart]
-    assert turns_by_round([one, two, four]) is not None
+    assert repeats_by_round([one, two, four]) is not None
 
 
 def test_of_two_points_the_ratio_is_the_median_of_the_rounds_ratios():
     one = point(1, [[0.1] * 4, [0.2] * 4, [0.13] * 4], rounds=["s/0", "s/1", "s/2"])
     two = point(2, [[0.05] * 4, [0.1] * 4, [0.09] * 4], rounds=["s/0", "s/1", "s/2"])
-    (first, second) = without_drift(turns_by_round([one, two]))
+    (first, second) = without_drift(repeats_by_round([one, two]))
     assert np.median(first) / np.median(second) == pytest.approx(2.0)
 
 
 def test_one_round_alone_is_no_comparison_of_rounds():
     points = in_rounds({1: 0.1, 2: 0.06}, drift=0.3, seed=3, rounds=1)
-    assert turns_by_round(points) is None
+    assert repeats_by_round(points) is None
     assert curve_points(points)[1].speedup.low < curve_points(points)[1].speedup.high
 
 

@@ -27,7 +27,7 @@ Law = Callable[[Trace, RunConfig], Iterator[tuple[int, np.ndarray]]]
 
 
 @dataclass(frozen=True)
-class Promise:
+class Guarantee:
     """Guarantee of a strategy relative to the training of one process."""
 
     is_exact: bool = True
@@ -49,7 +49,7 @@ class Promise:
     """Whether messages or updates that belong to the replicas' mean may be under way after a step."""
     buffers: Callable[[RunConfig, int, np.ndarray, Machines], np.ndarray | None] = lambda *arguments: None
     """Signatures (ranks, 4) of a buffer at the end of a step, given those before ranks communicate; their norms are
-    meaningless. None without a promise."""
+    meaningless. None without a guarantee."""
     mean: Callable[[Trace, RunConfig, int], np.ndarray | None] = lambda trace, config, step: None
     """Signatures (parameters, 3) of the replicas' mean after a step; None if it cannot be computed from outside."""
 
@@ -346,45 +346,45 @@ _SAME_COURSE = frozenset(
         "restored parameters",
     }
 )
-PROMISES = {
-    "local_sgd": Promise(
+GUARANTEES = {
+    "local_sgd": Guarantee(
         False, _SAME_COURSE,
         "replicas train apart between averagings: same start, rows and learning rates, and the mean of all",
         lambda config: config.local_sgd.warmup_steps, _averages_after,
         lambda config, step: config.local_sgd.average_momentum and _averages_after(config, step),
         _local_sgd, _averaged_state, buffers=_averaged_buffers, mean=_mean_of_replicas,
     ),
-    "diloco": Promise(
+    "diloco": Guarantee(
         False, _SAME_COURSE,
         "replicas train apart between outer steps: same start, rows and learning rates, "
         "and the outer optimizer's steps",
         lambda config: config.local_sgd.warmup_steps, _agrees_after, law=_diloco,
         buffers=_averaged_buffers, mean=_mean_of_replicas,
     ),
-    "gossip": Promise(
+    "gossip": Guarantee(
         False, _SAME_COURSE,
         "replicas agree only in the limit: same start, rows and learning rates, and mixtures by the graph",
         lambda config: 0, law=_gossip, is_under_way=lambda config, step: config.gossip.is_asynchronous,
         buffers=_mixed_buffers, mean=_mean_in_gossip,
     ),
-    "async_sgd": Promise(
+    "async_sgd": Guarantee(
         False, _SAME_COURSE,
         "updates are late by a bounded number of steps: same start, rows and learning rates, and each update once",
         lambda config: 0, lambda config, step: step % config.gossip.meet_every == 0, law=_async_sgd,
         is_under_way=lambda config, step: step % config.gossip.meet_every != 0, mean=_sum_of_updates,
     ),
-    "compression": Promise(
+    "compression": Guarantee(
         False, _SAME_COURSE,
         "gradients are approximated: same start, rows and learning rates; what was not sent is kept, "
         "and all ranks agree",
         exact_steps=lambda config: config.compression.start_step, agrees_after=lambda config, step: True,
     ),
 }  # fmt: skip
-"""Strategies that do not promise equality. All others do."""
+"""Strategies that do not guarantee equality. All others do."""
 
 
-def promise_of(strategy: str, config: RunConfig, world_size: int) -> Promise:
+def guarantee_of(strategy: str, config: RunConfig, world_size: int) -> Guarantee:
     """Guarantee of a strategy under this config."""
-    if strategy not in PROMISES and config.compression.name != "none" and world_size > 1:
-        return PROMISES["compression"]
-    return PROMISES.get(strategy, Promise())
+    if strategy not in GUARANTEES and config.compression.name != "none" and world_size > 1:
+        return GUARANTEES["compression"]
+    return GUARANTEES.get(strategy, Guarantee())

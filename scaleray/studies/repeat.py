@@ -29,7 +29,7 @@ from scaleray.emulation import is_emulated
 from scaleray.errors import RunFailedError
 from scaleray.records.published import RankSample
 from scaleray.records.run_record import EventRecord, Say, StepRecord, WorkerMessage, WorkerSummary
-from scaleray.records.study_record import Turn
+from scaleray.records.study_record import Repeat
 from scaleray.training import loop
 from scaleray.training.profile.used_memory import peak_since_reset, reset_peak
 from scaleray.training.setup.job import TrainJob
@@ -45,7 +45,7 @@ AT_USUAL_SPEED: Mapping[str, Any] = {"noise_scale": NoiseScaleSettings()}
 NUM_TRANSFERS = 7
 
 
-def take_turn(
+def take_repeat(
     job: TrainJob,
     place: RankContext,
     *,
@@ -53,7 +53,7 @@ def take_turn(
     sources: Sources,
     say: Say,
     samples: list[RankSample] | None = None,
-) -> Turn:
+) -> Repeat:
     """Train some steps and time them. Collective over the place's group; rank 0's result is the group's. samples:
     receives this worker's samples. In every second round the work without communication comes first, so that drift of
     the machine favours neither."""
@@ -78,7 +78,7 @@ def take_turn(
     facts = place.gathered(own)
     sent = statistics.fmean(step.sent_bytes for step in steps) if steps else 0.0
     hardware = [fact["hardware"] for fact in facts]
-    return Turn(
+    return Repeat(
         step_times_s=[step.step_time_s for step in steps],
         input_waits_s=[step.input_wait_s for step in steps],
         input_share=max(fact["wait"] for fact in facts),

@@ -19,9 +19,9 @@ from scaleray.config.batch_noise_scale import NoiseScaleSettings
 from scaleray.errors import StorageError
 from scaleray.launch.session.conditions import digest, key_of
 from scaleray.records.json_record import jsonable
-from scaleray.records.study_record import Conditions, NoiseCourse, ToTarget, Turn
+from scaleray.records.study_record import Conditions, NoiseHistory, Repeat, ToTarget
 
-Kept = TypeVar("Kept", Turn, ToTarget, NoiseCourse)
+Kept = TypeVar("Kept", Repeat, ToTarget, NoiseHistory)
 FOLDER = "study_turns"
 TURN, TARGET = "turn-", "target-"
 INVALID = f"{FOLDER}/invalid"
@@ -31,7 +31,7 @@ SEALED = re.compile(r"-(?P<time>\d+\.\d{3})-(?P<hash>[0-9a-f]{16})\.json$")
 
 
 @dataclasses.dataclass(frozen=True)
-class InvalidTurns:
+class InvalidRepeats:
     """Measurements of one study, or of one number of workers, that must not be used. Times in seconds since 1970."""
 
     study: str
@@ -47,13 +47,13 @@ class InvalidTurns:
         return study == self.study if study is not None else self.from_s <= at <= self.to_s
 
 
-def mark_invalid(storage_path: str, turns: InvalidTurns) -> None:
+def mark_invalid(storage_path: str, turns: InvalidRepeats) -> None:
     """Exclude these measurements from reuse by later studies. Raises OSError."""
     name = f"{turns.study}{'' if turns.workers is None else f'-w{turns.workers:03d}'}.json"
     Store(storage_path).child(INVALID).write_text(name, json.dumps(dataclasses.asdict(turns)))
 
 
-class KnownTurns:
+class StoredRepeats:
     """Files `FOLDER/CONDITIONS/SIZE/turn-....json` under the storage path, one for each measurement.
 
     A size's name has all facts that the conditions lack: workers, batch, micro-batch, strategy, and whether it was
@@ -64,9 +64,9 @@ class KnownTurns:
         self.store = Store(storage_path).child(f"{FOLDER}/{key_of(conditions)}")
         self.invalid = _read_invalid(Store(storage_path).child(INVALID))
 
-    def turns(self, size: str) -> list[Turn]:
+    def turns(self, size: str) -> list[Repeat]:
         """Measurements of a size, oldest first. Unreadable files are ignored."""
-        found = [self._read(name, Turn) for name in self.store.names(size) if f"/{TURN}" in f"/{name}"]
+        found = [self._read(name, Repeat) for name in self.store.names(size) if f"/{TURN}" in f"/{name}"]
         is_valid = lambda turn: not any(o.holds(size, study=turn.study, at=turn.measured_at) for o in self.invalid)
         valid = (turn for turn in found if turn is not None and is_valid(turn))
         return sorted(valid, key=lambda turn: turn.measured_at)
@@ -75,11 +75,11 @@ class KnownTurns:
         """Duration of the newest training of a size to the target."""
         return self._newest(f"{size}/{TARGET}", ToTarget)
 
-    def noise(self, size: str, kind: str) -> NoiseCourse | None:
+    def noise(self, size: str, kind: str) -> NoiseHistory | None:
         """The newest noise of a size. kind: see `noise_kind`."""
-        return self._newest(f"{size}/{kind}", NoiseCourse)
+        return self._newest(f"{size}/{kind}", NoiseHistory)
 
-    def keep(self, size: str, kind: str, result: Turn | ToTarget | NoiseCourse, *, at: float) -> None:
+    def keep(self, size: str, kind: str, result: Repeat | ToTarget | NoiseHistory, *, at: float) -> None:
         """Write a result atomically. kind: `TURN`, `TARGET` or a `noise_kind`. at: seconds since 1970."""
         text = json.dumps(jsonable(dataclasses.asdict(result)))
         self.store.write_text(f"{size}/{kind}{at:.3f}-{_hash(text.encode())}.json", text)
@@ -118,12 +118,12 @@ def _hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _read_invalid(store: Store) -> list[InvalidTurns]:
+def _read_invalid(store: Store) -> list[InvalidRepeats]:
     found = []
     with contextlib.suppress(OSError):
         for name in store.names():
             with contextlib.suppress(OSError, ValidationError):
-                found.append(TypeAdapter(InvalidTurns).validate_json(store.read(name)))
+                found.append(TypeAdapter(InvalidRepeats).validate_json(store.read(name)))
     return found
 
 
@@ -132,7 +132,7 @@ def noise_kind(settings: NoiseScaleSettings, is_to_target: bool) -> str:
     return f"noise-{'target' if is_to_target else 'start'}-{digest(settings.model_dump())[:8]}-"
 
 
-def studies_of(turns: Iterable[Turn], *, own: str) -> str | None:
+def studies_of(turns: Iterable[Repeat], *, own: str) -> str | None:
     """Other studies whose measurements this one reuses, as text; None if it took all itself."""
     turns = list(turns)
     others = [turn.study for turn in turns if turn.study != own]
