@@ -72,8 +72,8 @@ def print_json(
     written files. summary: of a record, in one line. in_a_line: for a command that prints one object repeatedly."""
     from scaleray.records.json_record import SCHEMA_VERSION
 
-    told = {"summary": summary} if summary else {}
-    whole = {"schema_version": SCHEMA_VERSION, **values, **told, "written": dict(written or {})}
+    more = {"summary": summary} if summary else {}
+    whole = {"schema_version": SCHEMA_VERSION, **values, **more, "written": dict(written or {})}
     print(json_library.dumps(whole, indent=None if in_a_line else 2), flush=in_a_line)
 
 

@@ -137,9 +137,9 @@ def now(state: ClusterState) -> LocalCluster:
     nodes = []
     for node in state.nodes:
         about = known.get(_name_in_ray(node.name), {})
-        told = ("up" if about else "not seen") if node.is_running else "lost"
+        health = ("up" if about else "not seen") if node.is_running else "lost"
         resources = {k: v for k, v in (about.get("resources_total") or {}).items() if k in ("CPU", "GPU")}
-        nodes.append(NodeNow(node.name, told, node.pid, resources, node.log))
+        nodes.append(NodeNow(node.name, health, node.pid, resources, node.log))
     return LocalCluster(state.name, state.address, state.dashboard, tuple(nodes))
 
 

@@ -78,13 +78,13 @@ def main(parent: int, command: Sequence[str]) -> int:
     exit code. parent: `NOBODY` if the command outlives it.
     """
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    told: list[int] = []
+    signals: list[int] = []
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
     signal.set_wakeup_fd(writable)  # makes `select` return immediately
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     for number in ENDING:
-        signal.signal(number, lambda number, frame: told.append(number))
+        signal.signal(number, lambda number, frame: signals.append(number))
     try:
         # this process has one thread; if SIGKILL ends it, the child ends too
         child = subprocess.Popen(
@@ -96,12 +96,12 @@ def main(parent: int, command: Sequence[str]) -> int:
         print(f"{command[0]}: {exc.strerror}", file=sys.stderr)
         return 127
     code = None
-    while code is None and not told and parent in (NOBODY, os.getppid()):
+    while code is None and not signals and parent in (NOBODY, os.getppid()):
         if select.select([readable], [], [], LOOK_S)[0]:
             os.read(readable, 4096)
         code = _reap().get(child.pid)
     _end_all()
-    return 128 + told[0] if told else code if code is not None else 128 + signal.SIGHUP
+    return 128 + signals[0] if signals else code if code is not None else 128 + signal.SIGHUP
 
 
 def _reap() -> dict[int, int]:

@@ -75,11 +75,11 @@ class MeasuredMetrics(Publisher):
         """All series: no other process publishes any."""
         return self.series()
 
-    def _tell(self, told: EventRecord | Operation) -> None:
-        if isinstance(told, EventRecord):
-            self._say(f"  {told.text}")
-        elif isinstance(told, SetTags | LogArtifact):
-            self._parent.log(told)
+    def _tell(self, message: EventRecord | Operation) -> None:
+        if isinstance(message, EventRecord):
+            self._say(f"  {message.text}")
+        elif isinstance(message, SetTags | LogArtifact):
+            self._parent.log(message)
 
     def _act(self, alert: Alert) -> None:
         if alert.action == "stop":  # as Ctrl-C does: what is measured is kept

@@ -119,11 +119,11 @@ class Recovery:
             self.steps.keep_damaged()
         self.steps.mend(after, found)
         if lacks:
-            told = problem or f"MLflow had {len(found) or 'none'} of them"
-            told += ", which are restored without the values that it does not store" if found else ""
+            outcome = problem or f"MLflow had {len(found) or 'none'} of them"
+            outcome += ", which are restored without the values that it does not store" if found else ""
             left = self.steps.lacks(after)
-            told += f"; steps {to_text(left)} are lost" if left else ""
-            self._say(f"{self.steps.path.name} lacked steps {to_text(lacks)}: {told}{self._kept_as()}")
+            outcome += f"; steps {to_text(left)} are lost" if left else ""
+            self._say(f"{self.steps.path.name} lacked steps {to_text(lacks)}: {outcome}{self._kept_as()}")
 
     def _mend_small_files(self) -> None:
         """Write config.yaml and derived.yaml again if they cannot be read."""

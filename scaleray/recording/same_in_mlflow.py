@@ -42,8 +42,8 @@ def differences_from_mlflow(
             if value is not None and run.metrics.get(acceptable_name(name), value) != value
         ]
         if alerts is not None:
-            told = {key.removeprefix(ALERT_TAG) for key in run.tags if key.startswith(ALERT_TAG)}
-            found += [f"alert {name}" for name in sorted(told - {*alerts})]
+            recorded = {key.removeprefix(ALERT_TAG) for key in run.tags if key.startswith(ALERT_TAG)}
+            found += [f"alert {name}" for name in sorted(recorded - {*alerts})]
         return found
 
     return _asked(record.run_id, uri, differing)
@@ -115,5 +115,5 @@ def _of_point(client: Any, at: CurvePoint) -> Iterator[str]:
     if problem := problem_of(tags, run.data.params, metrics):
         yield problem
     relative = [] if at.point.reused_from else relative_values(at)  # of another curve, where another study measured it
-    told = last_values(as_points([*point_values(at.point), *relative]))
-    yield from (name for name, value in sorted(told.items()) if name in metrics and metrics[name] != value)
+    recorded = last_values(as_points([*point_values(at.point), *relative]))
+    yield from (name for name, value in sorted(recorded.items()) if name in metrics and metrics[name] != value)

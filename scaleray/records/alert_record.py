@@ -46,10 +46,10 @@ class Alert:
         return json.dumps(jsonable(dataclasses.asdict(self))) + "\n"
 
     def __str__(self) -> str:
-        told = {"stop": "; the run is stopped", "checkpoint": "; a checkpoint is written"}.get(self.action, "")
+        taken = {"stop": "; the run is stopped", "checkpoint": "; a checkpoint is written"}.get(self.action, "")
         if not self.is_firing:
             return f"alert {self.name} is over"
-        return f"alert {self.name} ({self.severity}): {self.summary}{told}"
+        return f"alert {self.name} ({self.severity}): {self.summary}{taken}"
 
 
 def parse_alerts(text: str) -> list[Alert]:

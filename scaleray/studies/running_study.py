@@ -180,9 +180,9 @@ class RunningStudy(Campaign):
                 if size.noise is not None:
                     self.say(f"  {name}: noise scale reused")
 
-    def keep(self, told: tuple[str, Result]) -> None:
+    def keep(self, message: tuple[str, Result]) -> None:
         """Store a worker's result immediately and log every completed point to MLflow."""
-        name, result = told
+        name, result = message
         if isinstance(result, RankSample):
             return self.metrics.take_sample(result) if self.metrics is not None else None
         size = self.study_sizes[name]

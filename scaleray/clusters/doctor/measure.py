@@ -160,10 +160,10 @@ def _times(
             values[own] = _all_reduce_s(torch.zeros(size // 4, device=device), group)
         expected_s = float(values.max()) * larger / size * (REPEATS + 1)
         late = torch.tensor([float(time.perf_counter() + expected_s > deadline)], dtype=torch.float64)
-        told = torch.cat([values, late])
-        dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        found[size] = told[:count].tolist()
-        if told[-1]:
+        largest = torch.cat([values, late])
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        found[size] = largest[:count].tolist()
+        if largest[-1]:
             break
     return found
 
@@ -197,9 +197,9 @@ def _tournament(
         played = number + 1
         if peer is not None:
             sizes[number, rank], seconds[number, rank] = _pair_s(peer, seats, device, every, send)
-    told = torch.stack([sizes, seconds])
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return Links(pairs=_pairs(told, seats, inside, between), rounds=played, all_rounds=len(peers))
+    largest = torch.stack([sizes, seconds])
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return Links(pairs=_pairs(largest, seats, inside, between), rounds=played, all_rounds=len(peers))
 
 
 def _peer(partner: int | None, rank_of: Callable[[int], int]) -> int | None:
@@ -231,12 +231,12 @@ def _pair_s(
 
 
 def _pairs(
-    told: torch.Tensor,
+    largest: torch.Tensor,
     seats: Seats,
     inside: Sequence[Sequence[tuple[int, int]]],
     between: Sequence[Sequence[tuple[int, int]]],
 ) -> list[LinkRate]:
-    sizes, seconds = told
+    sizes, seconds = largest
     links = [
         (number, node * seats.per_node + a, node * seats.per_node + b, False)
         for number, pairs in enumerate(inside)

@@ -69,10 +69,10 @@ def _compare(submission: Submission, objects: Objects, say: Say) -> None:
     """Compare the facts in the image's name and in the manifest; all else is unknown before the job runs."""
     known = Versions(objects.python_version, {"ray": objects.ray_version} if objects.ray_version else {})
     refuse_differences(submission, Versions.here(), known, remedy=REMEDY)
-    told = [f"Python {known.python}"] if known.python else []
-    told += [f"Ray {objects.ray_version}"] if objects.ray_version else []
+    versions = [f"Python {known.python}"] if known.python else []
+    versions += [f"Ray {objects.ray_version}"] if objects.ray_version else []
     needs = ", ".join(sorted(imported(submission) - {"scaleray", "torch", "ray"}))
-    by_name = f"{' and '.join(told) or 'none'} according to manifest and image name"
+    by_name = f"{' and '.join(versions) or 'none'} according to manifest and image name"
     say(f"  versions: {by_name}; torch and packages are unknown until it runs")
     if needs:
         say(f"  the image {', '.join(objects.images)} must have: {needs}")

@@ -38,13 +38,13 @@ class HangReport:
         """The collective, the missing ranks, each rank's line, and the files with details; empty if the dumps show only
         that a worker is gone."""
         found = find(self.dumps)
-        told = [dump for dump in self.dumps.values() if dump.calls is None]
-        if found is None and not told:
+        without_calls = [dump for dump in self.dumps.values() if dump.calls is None]
+        if found is None and not without_calls:
             return ""
-        if found is not None and found.kind not in MISMATCHES and not told and not self._is_hang():
+        if found is not None and found.kind not in MISMATCHES and not without_calls and not self._is_hang():
             return ""
         lines = [to_text(found, self.dumps)] if found is not None else ranks_by_line(self.dumps)
-        if any(dump.why == "Aborted" for dump in told):
+        if any(dump.why == "Aborted" for dump in without_calls):
             lines.append(ENDED_IN_A_COLLECTIVE)
         return "\n  ".join([*lines, f"what each rank was doing: {self.store.path('')}".rstrip("/")])
 

@@ -72,14 +72,14 @@ def run_in_processes(
 
     refuse_streams(job)
 
-    def take(told: list[WorkerMessage] | Heartbeat) -> ControlRequest | None:
-        if not isinstance(told, Heartbeat):
-            recorder.log(told)
-            show(told)
+    def take(message: list[WorkerMessage] | Heartbeat) -> ControlRequest | None:
+        if not isinstance(message, Heartbeat):
+            recorder.log(message)
+            show(message)
             return None
-        if told.rank == 0:
-            show([told])
-        return recorder.beat(told)
+        if message.rank == 0:
+            show([message])
+        return recorder.beat(message)
 
     recorder.alerts.show = lambda event: show([event])
     ship_user_code(job.workload)

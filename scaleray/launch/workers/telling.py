@@ -26,7 +26,7 @@ def handing_over(tell: Callable[[Any], None]) -> Iterator[Callable[[Any], None]]
     def hand_over() -> None:
         while True:
             try:
-                told = queue.get(timeout=POLL_S)
+                message = queue.get(timeout=POLL_S)
             except Empty:
                 if is_over.is_set():
                     return
@@ -34,7 +34,7 @@ def handing_over(tell: Callable[[Any], None]) -> Iterator[Callable[[Any], None]]
             except RayError:  # the queue's process is gone, with the cluster most likely
                 return
             try:
-                tell(told)
+                tell(message)
             except Exception as exc:  # the driver's to raise, in its own thread
                 errors.append(exc)
 

@@ -122,13 +122,13 @@ def evaluated_soak(path: PathRecord, outcome: Outcome, words: Sequence[str]) -> 
     most = operations.max_nonfinite_steps
     too_many = most is not None and record.nonfinite_steps > most
     drift = _drift(folder)
-    told = [f"{record.steps} steps in {record.total_time_s:.0f} s", record.alerts_in_words() or "no alert"]
+    parts = [f"{record.steps} steps in {record.total_time_s:.0f} s", record.alerts_in_words() or "no alert"]
     if drift is not None:
-        told.append(f"a step of its last quarter takes {drift:.2f} x one of its second")
+        parts.append(f"a step of its last quarter takes {drift:.2f} x one of its second")
     if too_many:
-        told.append(f"{record.nonfinite_steps} steps were not finite")
+        parts.append(f"{record.nonfinite_steps} steps were not finite")
     figures = {**outcome.figures, **finite({"drift": drift, "alerts": len(record.alerts)})}
-    return Outcome(int(bool(begun) or too_many), "; ".join(told), figures, str(folder))
+    return Outcome(int(bool(begun) or too_many), "; ".join(parts), figures, str(folder))
 
 
 def _drift(folder: Path) -> float | None:

@@ -290,7 +290,7 @@ class Pipeline:
         buffers = [(buffer, buffer.clone()) for buffer in dense_buffers(parts.module)]
         found: list[Passed] = []
         for index in range(parts.num_stages - 1):
-            told: list[Any] = [None]
+            shared: list[Any] = [None]
             if index in own:
                 received = tuple(
                     torch.zeros_like(meta, device=parts.device, requires_grad=meta.requires_grad)
@@ -298,12 +298,12 @@ class Pipeline:
                 )
                 with torch.enable_grad(), _own_errors():
                     result = self.forward(own[index], 0, received)
-                told = [[(tuple(each.shape), each.dtype, each.requires_grad) for each in result]]
-            dist.broadcast_object_list(told, group=parts.group, group_src=parts.owner(index), device=parts.device)
+                shared = [[(tuple(each.shape), each.dtype, each.requires_grad) for each in result]]
+            dist.broadcast_object_list(shared, group=parts.group, group_src=parts.owner(index), device=parts.device)
             found.append(
                 tuple(
                     torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
-                    for shape, dtype, requires_grad in told[0]
+                    for shape, dtype, requires_grad in shared[0]
                 )
             )
         with torch.no_grad():  # statistics of batches count real passes only

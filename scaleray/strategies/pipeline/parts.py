@@ -65,9 +65,9 @@ class Parts:
         costs = counted_costs(self.units, len(blocks))
         if settings.split == "measured":
             costs = measured_costs(model, self.units, len(blocks), config=config, workload=workload)
-            told = [costs]
-            dist.broadcast_object_list(told, src=0, device=self.device)
-            costs = told[0]  # times differ from worker to worker, and all must cut alike
+            shared = [costs]
+            dist.broadcast_object_list(shared, src=0, device=self.device)
+            costs = shared[0]  # times differ from worker to worker, and all must cut alike
         self.costs, self.bounds = costs, balanced_bounds(costs, self.num_stages)
         self.stage_of = stage_of_block(self.bounds, len(blocks))
         self.names = [name for name, _ in model.named_parameters()]

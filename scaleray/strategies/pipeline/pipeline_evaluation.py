@@ -144,13 +144,13 @@ def _receive(source: int, parts: Parts) -> Passed:
 def _from_last(output: Any, parts: Parts) -> Any:
     """Output of the last stage, on all workers of the replica. Collective."""
     source = parts.owner(parts.num_stages - 1)
-    told: list[Any] = [None]
+    shared: list[Any] = [None]
     leaves: list[Any] = []
     if parts.has_last:
         leaves = [x.detach().contiguous() if isinstance(x, torch.Tensor) else x for x in tree_leaves(output)]
-        told = [tree_map_only(torch.Tensor, lambda x: _Shape(tuple(x.shape), x.dtype), output)]
-    dist.broadcast_object_list(told, group=parts.group, group_src=source, device=parts.device)
-    shown, structure = tree_flatten(told[0])
+        shared = [tree_map_only(torch.Tensor, lambda x: _Shape(tuple(x.shape), x.dtype), output)]
+    dist.broadcast_object_list(shared, group=parts.group, group_src=source, device=parts.device)
+    shown, structure = tree_flatten(shared[0])
     received = []
     for number, leaf in enumerate(shown):
         if isinstance(leaf, _Shape):

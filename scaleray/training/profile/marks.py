@@ -25,7 +25,7 @@ StepParts = tuple[float, list[float]]
 """Seconds of a step by the training's clock, and of its parts."""
 
 
-Told = Mapping[Phase, Callable[[], None]]
+Listeners = Mapping[Phase, Callable[[], None]]
 """Function called when a phase begins, in addition to the mark. A call in every phase would cost as much as the marks.
 """
 
@@ -33,7 +33,7 @@ Told = Mapping[Phase, Callable[[], None]]
 class Marks(Protocol):
     """Times between marks, step by step."""
 
-    told: Told
+    listeners: Listeners
     at_a_time: int
     """Number of steps after which reading known times is worthwhile."""
 
@@ -63,12 +63,12 @@ class HostMarks:
     def __init__(self) -> None:
         self._open: list[tuple[int, float]] = [(OTHER, time.perf_counter())]
         self._under_way: deque[tuple[float, list[tuple[int, float]], float]] = deque()
-        self.told: Told = {}
+        self.listeners: Listeners = {}
 
     def mark(self, phase: Phase) -> None:
         self._open.append((COLUMN_OF[phase], time.perf_counter()))
-        if phase in self.told:
-            self.told[phase]()
+        if phase in self.listeners:
+            self.listeners[phase]()
 
     def as_evaluation(self, now: float) -> float:
         begun = self._open[0][1]
@@ -121,13 +121,13 @@ class DeviceMarks:
         self._open: list[tuple[int, Any]] = []
         self._under_way: deque[tuple[float, list[tuple[int, Any]], Any]] = deque()
         self._at, self._since = OTHER, time.perf_counter()
-        self.told: Told = {}
+        self.listeners: Listeners = {}
 
     def mark(self, phase: Phase) -> None:
         self._at = COLUMN_OF[phase]
         self._open.append((self._at, self._recorded()))
-        if phase in self.told:
-            self.told[phase]()
+        if phase in self.listeners:
+            self.listeners[phase]()
 
     def as_evaluation(self, now: float) -> float:
         self._open = [(column if column == OTHER else EVALUATION, event) for column, event in self._open]

@@ -74,8 +74,8 @@ class Pauses:
 
     def since_last(self) -> float:
         """Seconds since the last call."""
-        told, self._told_s = self._told_s, self._total_s
-        return self._total_s - told
+        before, self._told_s = self._told_s, self._total_s
+        return self._total_s - before
 
     def close(self) -> None:
         """Stop watching. Safe to call twice."""
@@ -120,7 +120,7 @@ class PhaseTimes(Observer):
         self.at_phase: dict[Phase, Callable[[], None]] = {}
         """Function called when a phase begins, in addition to the mark."""
         self._also_looking = {phase: partial(self._look_at_phase, phase) for phase in Phase}
-        self.marks.told = self._also_looking
+        self.marks.listeners = self._also_looking
         self._is_warm, self._outside_s, self._num_steps = False, 0.0, 0
         self._misses_s, self._worst_gap = 0.0, 0.0
 
@@ -133,7 +133,7 @@ class PhaseTimes(Observer):
         self._num_steps += 1
         if self.memory.is_due():
             self._look(lambda: self.memory.end_step(self.first_step + self._num_steps))
-            self.marks.told = self._also_looking if self.memory.is_looking else self.at_phase
+            self.marks.listeners = self._also_looking if self.memory.is_looking else self.at_phase
 
     def start(self, now: float) -> None:
         """Start timing, `now` by the training's clock. The time since the last step was an evaluation."""

@@ -418,7 +418,7 @@ def raise_on_all_ranks(place: RankContext, look: Callable[[], Result]) -> Result
     except (DataError, WorkloadError) as exc:
         error = exc
     everyone: list[Exception | None] = place.gathered(error)
-    told = error or next((one for one in everyone if one is not None), None)
-    if told is not None:
-        raise told
+    shared_error = error or next((one for one in everyone if one is not None), None)
+    if shared_error is not None:
+        raise shared_error
     return result[0]
