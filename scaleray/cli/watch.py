@@ -86,17 +86,13 @@ def _watched(run: str | None, stack: contextlib.ExitStack, uri: str | None) -> t
 
 def _print_once(seen: LiveState | list[LiveState], where: str, *, json: bool) -> int:
     if json:
-        print_json(_as_json(seen))
+        print_json({"runs": [state.to_dict() for state in seen]} if isinstance(seen, list) else seen.to_dict())
         return 0
     from rich.console import Console
 
     console = Console()
     console.print(_view(seen, where, console.width))
     return 0
-
-
-def _as_json(seen: LiveState | list[LiveState]) -> dict[str, Any]:
-    return {"runs": [state.to_dict() for state in seen]} if isinstance(seen, list) else seen.to_dict()
 
 
 def _view(seen: LiveState | list[LiveState], where: str, width: int) -> Any:

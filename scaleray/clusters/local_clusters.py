@@ -136,7 +136,7 @@ def now(state: ClusterState) -> LocalCluster:
     known = {node["node_name"]: node for node in _nodes_of_ray(state.dashboard) if node.get("state") == "ALIVE"}
     nodes = []
     for node in state.nodes:
-        about = known.get(_name_in_ray(node.name), {})
+        about = known.get("127.0.0.1" if node.name == HEAD else node.name, {})
         health = ("up" if about else "not seen") if node.is_running else "lost"
         resources = {k: v for k, v in (about.get("resources_total") or {}).items() if k in ("CPU", "GPU")}
         nodes.append(NodeNow(node.name, health, node.pid, resources, node.log))
@@ -249,10 +249,6 @@ def _gpus(num_nodes: int) -> list[dict[str, str]]:
     if num_nodes == 1 or not devices:
         return [{}] * num_nodes
     return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares_of(devices, num_nodes)]
-
-
-def _name_in_ray(name: str) -> str:
-    return "127.0.0.1" if name == HEAD else name
 
 
 def _nodes_of_ray(dashboard: str) -> list[dict[str, Any]]:

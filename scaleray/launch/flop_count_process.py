@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
             with no_exit("the workload's code"):
                 source = load_sources(workload, in_steps=True)[TRAIN]
                 profile = profile_workload(
-                    workload, _rows(source), config.precision, gives_tuples=_gives_tuples(source)
+                    workload, _rows(source), config.precision, gives_tuples=bool(getattr(source, "gives_tuples", False))
                 )
     except ScaleRayError as exc:
         print(f"{type(exc).__name__}: {exc}", file=sys.stderr)
@@ -46,10 +46,6 @@ def main(arguments: list[str]) -> int:
 
 def _rows(source: Source) -> dict[str, np.ndarray]:
     return source.read(np.arange(min(NUM_ROWS, source.num_rows)))
-
-
-def _gives_tuples(source: Source) -> bool:
-    return bool(getattr(source, "gives_tuples", False))
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def rebuild_checkpoint(run: str | Path, *, step: int | None = None, copy_path: s
     from scaleray.checkpoints.weight_sums import check_manifest
 
     with chosen(str(run), step, copy_path) as (catalog, manifest):
-        is_new = bool(manifest.chain) or _borrows(manifest)
+        is_new = bool(manifest.chain) or any(not name.startswith(f"{manifest.name}/") for name in manifest.files)
         if is_new and check_manifest(catalog.stores[0], manifest):
             raise CheckpointError.problem(
                 f"the checkpoint of step {manifest.step}",
@@ -172,10 +172,6 @@ def _told(damage: Damage) -> dict[str, Any]:
     import dataclasses
 
     return dataclasses.asdict(damage)
-
-
-def _borrows(manifest: Manifest) -> bool:
-    return any(not name.startswith(f"{manifest.name}/") for name in manifest.files)
 
 
 def _retention(keep_last: int, keep_best: int, best: str | None, keep_every: int | None) -> Retention:

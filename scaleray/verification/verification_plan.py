@@ -109,7 +109,7 @@ def _later_training(
     later_size = later_batch_size(
         batch_size, size.num_samples, world_sizes=world_sizes, accumulation=max(options.pieces)
     )
-    later_config = _with_batch(config, later_size, batch_size)
+    later_config = config.changed({"batch.global_size": config.batch.global_size // batch_size * later_size})
     try:
         derive(on_workers(later_config, "auto", 1), size)
     except ConfigError:  # this training has no other batch size
@@ -254,11 +254,6 @@ def _check_world_size(world_size: int, batch_size: int) -> None:
     raise ConfigError(
         "--world-sizes", world_size, f"it must divide the global batch of {batch_size} samples", f"nearest: {near}"
     )
-
-
-def _with_batch(config: RunConfig, samples: int, of: int) -> RunConfig:
-    """The config with a global batch of `samples` instead of `of`."""
-    return config.changed({"batch.global_size": config.batch.global_size // of * samples})
 
 
 def _recipe(config: RunConfig, size: DataSize, accumulation: int, *, at_most: bool) -> Recipe:

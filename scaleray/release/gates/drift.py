@@ -170,7 +170,7 @@ def _new(
     """Whether few enough rows have a value that the promoted data lacked. once: number of values that occurred in
     exactly one promoted row, which predicts unseen ones (Good and Turing)."""
     share = number / rows[0]
-    least = _lowest_share(number, rows[0], alpha)
+    least = float(betaincinv(number, rows[0] - number + 1, alpha)) if number else 0.0
     most = _highest_share(number / SUCCESSIVE, rows[0] / SUCCESSIVE, policy.alpha)
     unseen = _highest_share(once, rows[1], alpha)
     answer: Answer = "fail" if least > policy.max_new + unseen else "pass" if most <= policy.max_new else "inconclusive"
@@ -222,10 +222,6 @@ def _apart_at_most(sides: Sequence[tuple[Sequence[float], float]]) -> float:
         for quantiles, share in sides
     ]
     return float(max(np.abs(below[0] - below[1]).max(), abs(sides[0][1] - sides[1][1])))
-
-
-def _lowest_share(number: int, rows: int, alpha: float) -> float:
-    return float(betaincinv(number, rows - number + 1, alpha)) if number else 0.0
 
 
 def _highest_share(number: float, rows: float, alpha: float) -> float:
