@@ -33,7 +33,7 @@ from scaleray.release.gates import compared, drift, operations
 from scaleray.release.gates import scaling as scaling_gates
 from scaleray.release.gates.convergence import Learning, convergence_gate
 from scaleray.release.gates.drift import data_gate, speed_gate
-from scaleray.release.gates.operations import Operated, operations_gate
+from scaleray.release.gates.operations import operations_gate
 from scaleray.release.gates.policy import ConvergencePolicy, DriftPolicy, OperationsPolicy, ScalingPolicy
 from scaleray.release.gates.scaling import scaling_gate
 from scaleray.studies.curves.efficiency import curve_points
@@ -234,7 +234,7 @@ def _goodput(noise: str, number: int, times: float) -> Draw:
             goodput = SimpleNamespace(shares=lambda shares=shares: shares)
             profile = SimpleNamespace(goodput=goodput)
             runs.append(SimpleNamespace(name="a run", status="FINISHED", nonfinite_steps=0, profile=profile))
-        return operations_gate([Operated(run) for run in runs], policy=policy)
+        return operations_gate(runs, policy=policy)
 
     return draw
 

@@ -194,6 +194,6 @@ def _convergence(evidence: Evidence, policy: Policy) -> GateResult:
 
 
 def _operations(evidence: Evidence, policy: Policy) -> GateResult:
-    candidates = [operations.Operated(training(one), alerts_of(one)) for one in evidence.candidates]
-    endured = [training(one) for one in evidence.endured]
-    return operations.operations_gate(candidates, policy=policy.operations, endured=endured)
+    runs, endured = ([training(one) for one in side] for side in (evidence.candidates, evidence.endured))
+    alerts = [alerts_of(one) for one in evidence.candidates]
+    return operations.operations_gate(runs, alerts, policy=policy.operations, endured=endured)

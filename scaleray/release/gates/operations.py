@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from scaleray.records.alert_record import Alert
 from scaleray.records.gate_answer import Answer, Check, GateResult, gate_of
@@ -16,20 +15,15 @@ GATE = "operations"
 UNMEASURED = "not measured"
 
 
-@dataclass(frozen=True)
-class Operated:
-    """Facts of one candidate's operation. alerts: content of its alerts.jsonl; None: not read."""
-
-    run: RunRecord
-    alerts: Sequence[Alert] | None = field(default=None)
-
-
 def operations_gate(
-    candidates: Sequence[Operated], *, policy: OperationsPolicy, endured: Sequence[RunRecord] = ()
+    runs: Sequence[RunRecord],
+    alerts: Sequence[Sequence[Alert] | None] | None = None,
+    *,
+    policy: OperationsPolicy,
+    endured: Sequence[RunRecord] = (),
 ) -> GateResult:
-    """Checks of all candidates. endured: further runs of the same training that were interrupted, resumed and
-    finished."""
-    runs = [one.run for one in candidates]
+    """Checks of all candidates. alerts: content of each one's alerts.jsonl; None: not read. endured: further runs
+    of the same training that were interrupted, resumed and finished."""
     checks = [_finished(runs)]
     if policy.max_nonfinite_steps is not None:
         checks.append(_at_most("steps that were not finite", runs, lambda run: float(run.nonfinite_steps),
@@ -45,7 +39,7 @@ def operations_gate(
         remedy = "smaller batch.micro_size, or activations.checkpoint"
         checks.append(_at_least("memory left at the peak", runs, _headroom, policy.min_memory_headroom, remedy))
     if policy.no_alerts_of:
-        checks.append(_alerts(candidates, policy.no_alerts_of))
+        checks.append(_alerts(runs, alerts or [None] * len(runs), policy.no_alerts_of))
     return gate_of(GATE, checks)
 
 
@@ -104,35 +98,33 @@ def _faults_survived(runs: Sequence[RunRecord], least: int) -> Check:
     return Check(what=what, answer="inconclusive", words=words, numbers={"survived": float(total)}, remedy=remedy)
 
 
-def _alerts(candidates: Sequence[Operated], severities: Sequence[str]) -> Check:
+def _alerts(runs: Sequence[RunRecord], alerts: Sequence[Sequence[Alert] | None], severities: Sequence[str]) -> Check:
+    operated = list(zip(runs, alerts, strict=True))
     what = f"no alert that is {' or '.join(severities)}"
-    if lacking := [name for one in candidates for name in _not_in_the_file(one)]:
+    if lacking := [name for run, own in operated for name in _not_in_the_file(run, own)]:
         words = f"alerts.jsonl lacks alerts of the record: {', '.join(lacking[:4])}"
         return Check(what=what, answer="fail", words=words, numbers={"lacking": float(len(lacking))})
     raised = [
-        f"{alert.name} in {one.run.name}"
-        for one in candidates
-        for alert in one.alerts or ()
-        if alert.severity in severities
+        f"{alert.name} in {run.name}" for run, own in operated for alert in own or () if alert.severity in severities
     ]
     if raised:
         words = ", ".join(sorted(set(raised)))
         return Check(what=what, answer="fail", words=words, numbers={"alerts": float(len(raised))})
-    if silent := [one.run.name for one in candidates if one.alerts is None]:
+    if silent := [run.name for run, own in operated if own is None]:
         words = f"{', '.join(silent[:4])} have no record of alerts"
         return Check(what=what, answer="inconclusive", words=words)
-    alerts = sum(len(one.alerts or ()) for one in candidates)
-    return Check(what=what, answer="pass", words=f"{alerts} alerts in total, in {len(candidates)} runs")
+    number = sum(len(own or ()) for own in alerts)
+    return Check(what=what, answer="pass", words=f"{number} alerts in total, in {len(runs)} runs")
 
 
-def _not_in_the_file(one: Operated) -> list[str]:
+def _not_in_the_file(run: RunRecord, alerts: Sequence[Alert] | None) -> list[str]:
     """Alerts of the record that are missing or different in alerts.jsonl."""
-    if one.alerts is None:
+    if alerts is None:
         return []
-    there = {(alert.name, alert.severity, alert.since) for alert in one.alerts}
+    there = {(alert.name, alert.severity, alert.since) for alert in alerts}
     return [
-        f"{alert.get('name')} of {one.run.name}"
-        for alert in one.run.alerts
+        f"{alert.get('name')} of {run.name}"
+        for alert in run.alerts
         if (alert.get("name"), alert.get("severity"), alert.get("since")) not in there
     ]
 

@@ -91,9 +91,12 @@ def promote(
             evidence = collect(names, against=against, study=study, certificates=certificates, uri=uri)
             gates = evaluate_evidence(store_evidence(evidence, held, place / EVIDENCE), held, uri=uri)
         run = evidence.run
+        if not run.run_id:
+            problem = "is not in MLflow, which a registered version needs"
+            raise TrackingError.problem("The run", problem, "train with tracking")
         found = Promotion(
             model=model or _model_name(run), alias=alias, answer=gates.answer, not_passed=gates.not_passed,
-            gates={gate.gate: gate.answer for gate in gates.gates}, run=run.name, run_id=_in_mlflow(run),
+            gates={gate.gate: gate.answer for gate in gates.gates}, run=run.name, run_id=run.run_id,
         )  # fmt: skip
         if alias is not None and gates.answer != PASSED:
             return found
@@ -205,14 +208,6 @@ def _model_name(run: RunRecord) -> str:
             "for example --model digits",
         )
     return name
-
-
-def _in_mlflow(run: RunRecord) -> str:
-    if not run.run_id:
-        raise TrackingError.problem(
-            "The run", "is not in MLflow, which a registered version needs", "train with tracking"
-        )
-    return run.run_id
 
 
 def _stored(registry: ModelRegistry, run: RunRecord) -> Any:

@@ -19,7 +19,7 @@ from scaleray.release.gates.confidence import SUCCESSIVE, Runs, above, power_abo
 from scaleray.release.gates.convergence import Learning, convergence_gate
 from scaleray.release.gates.data_fingerprint import fingerprint_gate
 from scaleray.release.gates.equality import DAY_S, NamedCertificate, Verified, equality_gate
-from scaleray.release.gates.operations import Operated, operations_gate
+from scaleray.release.gates.operations import operations_gate
 from scaleray.release.gates.policy import (
     ConvergencePolicy,
     EqualityPolicy,
@@ -46,7 +46,7 @@ def words_of(result):
 
 def test_no_text_of_a_record_looks_like_another_check():
     record = recorded_runs.a_run(status="FAILED", verdict="lost\n  pass  runs finished: all\x1b[2J")
-    gate = operations_gate([Operated(record)], policy=OperationsPolicy())
+    gate = operations_gate([record], policy=OperationsPolicy())
     words = [check.words for check in gate.checks if "lost" in check.words]
     assert words and not any(set("\n\x1b") & set(text) for text in words)
 
@@ -61,7 +61,7 @@ def test_missing_evidence_never_passes():
         equality_gate(Verified.of_run(run), [], policy=policy.equality),
         scaling_gate(None, workers=2, policy=policy.scaling),
         convergence_gate([Learning(100, 0.9)], [], target=Target.parse("a/b >= 1"), policy=policy.convergence),
-        operations_gate([Operated(run)], policy=policy.operations),
+        operations_gate([run], policy=policy.operations),
     ]
     assert [result.answer for result in results] == ["inconclusive"] * 5
 
@@ -378,8 +378,8 @@ class TestOperations:
         return RunProfile(buckets=None, ranks=[], closes=True, gap=None, goodput=goodput)  # type: ignore[arg-type]
 
     def ask(self, *runs, alerts=(), endured=(), **policy):
-        candidates = [Operated(run, alerts) for run in runs or [a_run()]]
-        return operations_gate(candidates, policy=OperationsPolicy(**policy), endured=endured)
+        runs = runs or [a_run()]
+        return operations_gate(runs, [alerts] * len(runs), policy=OperationsPolicy(**policy), endured=endured)
 
     def test_a_run_that_finished_without_alerts_passes(self):
         assert self.ask().answer == "pass"
@@ -401,7 +401,7 @@ class TestOperations:
                      profile=self.a_profile(longest_without_checkpoint_s=1.0))  # fmt: skip
         bad = a_run("bad", **run)
         assert self.ask(bad, alerts=alerts, **policy).answer == "fail"
-        second = operations_gate([Operated(well, []), Operated(bad, alerts)], policy=OperationsPolicy(**policy))
+        second = operations_gate([well, bad], [[], alerts], policy=OperationsPolicy(**policy))
         assert second.answer == "fail" and "bad" in words_of(second)
         assert self.ask(well, well, **policy).answer == "pass"
 

@@ -295,7 +295,7 @@ def test_what_is_not_there_names_what_is(promoted):
         check_promoted("corners@challenger", uri=uri)
     with pytest.raises(TrackingError, match="there is no model of this name"):
         check_promoted("circles@champion", uri=uri)
-    with pytest.raises(TrackingError, match="no such database"):
+    with pytest.raises(TrackingError, match="does not exist"):
         check_promoted("corners@champion", uri="sqlite:////nowhere/mlflow.db")
 
 
