@@ -3,8 +3,6 @@
 Names load on first use, so that `import scaleray` imports neither torch nor Ray.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """Import of a plain file of weights into a checkpoint or a model."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Set

@@ -1,7 +1,5 @@
 """Damage to a checkpoint's files, and their replacement by a good copy."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from scaleray.checkpoints.manifest import StoredFile

@@ -1,7 +1,5 @@
 """File names of a folder of weights in Hugging Face's layout, and detection of the layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from scaleray.errors import UsageError

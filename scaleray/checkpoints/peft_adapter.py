@@ -4,8 +4,6 @@ They are read into, and written from, the adapters of training.setup.fine_tuning
 `lora_b` of the layers themselves. The layout is that of peft's `save_pretrained`; peft itself is not needed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping

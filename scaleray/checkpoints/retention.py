@@ -1,7 +1,5 @@
 """Retention policy for the checkpoints of a run: the last ones, the best ones, and one at fixed intervals."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@ The copy runs during the next forward and backward pass, which only read saved t
 optimizer from changing a tensor before it is copied; tensors that a forward pass may change (buffers) are copied
 immediately."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -7,8 +7,6 @@ is a pickle, and it cannot omit unchanged parts. Here each rank writes one file 
 the metadata.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Host memory for copies of a rank's part of the state, which training does not touch."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 

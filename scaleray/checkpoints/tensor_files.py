@@ -1,7 +1,5 @@
 """Files of plain bytes with a checkpoint's tensors: writing them to every store, and reading with checks of digests."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -4,8 +4,6 @@ A `.safetensors` file, a JSON header followed by bytes (https://huggingface.co/d
 tensor by tensor, so that a model need not fit into memory. Tied tensors are written under each of their names.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -5,8 +5,6 @@ The list is next to the files: `weights.sha256.json` next to `weights.pt`, `sha2
 record.json also contains it, with the hashes of the manifests; MLflow has a copy of both.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

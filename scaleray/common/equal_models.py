@@ -1,7 +1,5 @@
 """Checks that all ranks have built the same model before training, and comparison of states."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from collections.abc import Mapping

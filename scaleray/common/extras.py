@@ -1,7 +1,5 @@
 """Optional libraries: imported on use, with the extra to install in the error if they are missing."""
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """Filesystem of a path or a URI, through pyarrow, as in Ray; atomic writes and locks of local files."""
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import os

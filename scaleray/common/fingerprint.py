@@ -1,8 +1,6 @@
 """Fingerprint of the environment of a result: code, packages, hardware, drivers. Of the environment variables, only
 GIT_COMMIT is stored."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """Commit of the code and differences from it: of a checkout, or of the one from which a job was submitted."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

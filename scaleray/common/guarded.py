@@ -6,8 +6,6 @@ script. It adopts the processes that its child leaves behind (PR_SET_CHILD_SUBRE
 its remaining descendants) and ends all of them on a signal, when the child ends, or when its parent is gone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import multiprocessing

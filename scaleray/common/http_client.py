@@ -3,8 +3,6 @@
 Uses urllib, as `requests` would send passwords of ~/.netrc, and its errors quote addresses, which may contain a secret.
 """
 
-from __future__ import annotations
-
 import http.client
 import os
 import ssl

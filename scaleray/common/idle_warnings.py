@@ -5,8 +5,6 @@ libraries that cannot be loaded, such as those for CUDA with a CPU build of torc
 that one of their calls is deprecated. Used before a workload or an optional library is imported.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 

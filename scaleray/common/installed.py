@@ -1,7 +1,5 @@
 """Required libraries: detection of missing ones, and of versions newer than the tested ones."""
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import importlib.util

@@ -4,8 +4,6 @@
 those of `live` one per run.
 """
 
-from __future__ import annotations
-
 from scaleray.common.metric import Metric, Where
 
 RUN: tuple[Where, ...] = ("run",)

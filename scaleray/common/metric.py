@@ -3,8 +3,6 @@
 The metrics themselves are in `metric_names.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -5,8 +5,6 @@ workload. A record provides its values under these names, see `records.rows`. Na
 by `metric.prometheus_name` and `Metric.all_labels`; metrics that exist only there are in `live_metrics.py`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

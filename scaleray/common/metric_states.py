@@ -5,8 +5,6 @@ may differ in length, which torchmetrics' own exchange, tensor by tensor, does n
 rule is stacked, one entry per worker, as torchmetrics' own metrics expect (PearsonCorrCoef).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

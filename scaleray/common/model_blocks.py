@@ -5,8 +5,6 @@ A container is used if most of its members that have submodules are of one class
 residual blocks of an image network. Used by the ready-made workloads of `hugging_face` and `images`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 from torch import nn

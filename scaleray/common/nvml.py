@@ -1,7 +1,5 @@
 """NVIDIA's driver through NVML, opened in one place, and facts needed by several readers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

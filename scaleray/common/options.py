@@ -2,8 +2,6 @@
 function.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

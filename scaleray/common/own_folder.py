@@ -1,7 +1,5 @@
 """Private folder of this user, for files that processes share and that other users must not read or write."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

@@ -5,8 +5,6 @@ raises RecursionError for deep nesting. Input beyond a limit raises TooLarge, a 
 limit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import json

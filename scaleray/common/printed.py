@@ -1,7 +1,5 @@
 """Short printed form of a record, as in a notebook: its main values and its location."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

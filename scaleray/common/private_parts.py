@@ -6,8 +6,6 @@ that only save time. A protective part depends only on the signatures: it has no
 untested release.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -2,8 +2,6 @@
 nothing, so any module may open one; those of workers are not shown.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """Independent random streams from one seed: for model, data, and dropout per rank."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math

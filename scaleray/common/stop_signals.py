@@ -1,7 +1,5 @@
 """Handling of SIGTERM, as sent by `ray job stop` and container platforms, for the duration of a context."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """The user's code: calling it with errors that show the user's lines, and finding its modules."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import os

@@ -6,8 +6,6 @@ checkpoints, final weights), is not a watcher; nor is the recorder as a whole: i
 without a record is worthless.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """Settings of the global batch and its micro-batches, and of the noise scale that bounds the useful batch size."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

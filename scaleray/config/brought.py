@@ -1,7 +1,5 @@
 """Config settings supplied by a workload, such as those of Lightning's callbacks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Settings of the input pipeline: order of rows, reading, and distribution to the workers."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from scaleray.config.base import Count, NonNegative, Positive, Settings

@@ -3,8 +3,6 @@
 This single table determines the config's hash, what may change on resume, and what the points of a curve must share.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 
 

@@ -6,8 +6,6 @@ next. Impossible settings (compression.name under fsdp), and settings without th
 pruning.method), are rejected: see config.recipe.combinations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Flags take precedence over the environment, the environment over the file. Envir
 `SCALERAY_SCALE__WORKERS` for `scale.workers`: two underscores between section and key.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import typing

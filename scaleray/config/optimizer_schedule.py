@@ -1,7 +1,5 @@
 """Settings of the optimizer and of the learning-rate schedule."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator

@@ -1,7 +1,5 @@
 """Settings of the workers: their number, their resources, and the response to failures."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Settings for the end of training and for evaluation."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator

@@ -1,7 +1,5 @@
 """Table of the traits of each strategy that other modules depend on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -3,8 +3,6 @@
 For hints on unknown keys: spelling alone finds `learning_rat`, but not the meaning of `lr` or `max_epochs`.
 """
 
-from __future__ import annotations
-
 WORDS: dict[str, str] = {
     "optimizer.learning_rate": "lr base_lr max_lr peak_lr init_lr initial_lr",
     "optimizer.reference_batch_size": "reference_batch base_batch_size",

@@ -1,7 +1,5 @@
 """Settings of MLflow tracking, published metrics, and prices for studies."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

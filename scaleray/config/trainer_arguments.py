@@ -3,8 +3,6 @@
 `synonyms.py` has the names of keys in other libraries; this module converts their values.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Settings of the workload: its class, arguments and weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import Field, field_validator

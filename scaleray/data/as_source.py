@@ -1,7 +1,5 @@
 """Sources from a workload's `datasets()`, with its `preprocessor` and `transform` applied to their rows."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
 """Blocks of rows of a part: steps that are read together, reading them in this process, and cutting them into
 batches."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Generator, Iterable, Iterator

@@ -3,8 +3,6 @@
 `padded` pads every row to the longest one, `flattened` concatenates the rows. Both can be called from a workload's own
 `collate`, or replace it: `collate = scaleray.data.Padding(value=0, mask="mask")`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ that later data can be compared with it.
 It describes the stored rows, before preprocessor and transform, and always the same rows of the same data. A row's mean
 counts as one observation: values within a row, such as the pixels of an image, depend on each other."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The rows of a training as one worker reads them: directly, or through Ray tasks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ of lengths is random. Batches of tokens: the concatenated rows of an epoch are c
 `tokens_per_step` tokens; a step takes the rows that begin in its piece. Every epoch then has the same number of steps,
 no row is cut, and a step differs from its piece by less than a row."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from functools import lru_cache

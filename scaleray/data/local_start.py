@@ -1,7 +1,5 @@
 """Start of a stream on a cold cluster: its worker reads the first rows itself, until the tasks deliver."""
 
-from __future__ import annotations
-
 import itertools
 import queue
 import threading

@@ -1,8 +1,6 @@
 """Find rows of a step with NaN or infinite numbers once a loss was not finite, so that the learning rate is not blamed
 for the data."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

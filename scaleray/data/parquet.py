@@ -1,7 +1,5 @@
 """Rows of Parquet files, local or in a bucket."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

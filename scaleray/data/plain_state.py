@@ -3,8 +3,6 @@
 When it is read, classes and functions are looked up among the modules that the workload has imported and in
 ray.data.preprocessors; no other module is imported. A class must transform rows, and its `__setstate__` is called."""
 
-from __future__ import annotations
-
 import base64
 import collections
 import importlib

@@ -1,7 +1,5 @@
 """Part of a step plan that one rank reads: rows of steps, in order."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

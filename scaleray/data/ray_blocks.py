@@ -1,7 +1,5 @@
 """Blocks of rows of a part, delivered by Ray: by tasks on any node, or as the shard of a Ray Dataset."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

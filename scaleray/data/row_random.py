@@ -4,8 +4,6 @@ Counter-based (splitmix64, Steele et al. 2014): a number is computed from the ro
 position in the row, independently of other rows. So a row draws the same numbers in every process, with any other rows,
 on any number of workers and after a resume; and a block is drawn with vector instructions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

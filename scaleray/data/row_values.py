@@ -11,8 +11,6 @@ random numbers do not change.
 A few rows show whether a source draws; one that does not is read ahead in a thread, at no cost. Random numbers from
 anywhere else (a generator object, the operating system, the clock) cannot be seeded, and are reported instead."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import random

@@ -4,8 +4,6 @@ A worker's part is a contiguous slice of the global batch, so any world size tha
 the same order, and so do workers with unequal parts. Nothing is stored: the position of any sample is computed, so
 starting in the middle of an epoch is as cheap as at its beginning."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

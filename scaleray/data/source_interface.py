@@ -1,7 +1,5 @@
 """Interface of a data source: rows by index, in columns."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable

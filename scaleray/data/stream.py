@@ -4,8 +4,6 @@ Rows are read in chunks of several steps: by Ray tasks, so that reading and deco
 thread of this process, which reads the same chunks.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import queue

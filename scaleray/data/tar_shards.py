@@ -3,8 +3,6 @@
 The shards are indexed once, at the start, from their headers. So any worker can read rows in any order, and the order
 of the samples is exact, as for every source that is read by index."""
 
-from __future__ import annotations
-
 import io
 import json
 import posixpath

@@ -4,8 +4,6 @@ Reading a row changes many Datasets: an open file, a cached shard, a cursor. So 
 recorded before the first row is read. In one process the readers of user code take turns, row by row: two splits may
 share a handle, directly or through a cache, a class or a module."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import threading

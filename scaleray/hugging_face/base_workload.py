@@ -4,8 +4,6 @@
 A subclass sets its transformers class (`auto_class`) and its data (`datasets`); the loss ignores labels of -100, as
 everywhere in transformers."""
 
-from __future__ import annotations
-
 import inspect
 import shutil
 from collections.abc import Callable, Mapping

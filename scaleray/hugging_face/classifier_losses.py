@@ -4,8 +4,6 @@ transformers' `problem_type`.
 Each type provides the entries for the model's config, converts the labels of records to a column, and computes loss,
 metrics and predictions from logits. Losses are sums over the rows; a row with several values has their mean."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 

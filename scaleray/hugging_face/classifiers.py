@@ -1,7 +1,5 @@
 """Ready-made workloads for classifying texts and images."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Ready-made workloads for text: causal and masked language models, configured in YAML."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

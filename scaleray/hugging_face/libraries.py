@@ -1,7 +1,5 @@
 """Libraries of Hugging Face, imported on first use and restricted to local files."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from scaleray.common.extras import library

@@ -1,8 +1,6 @@
 """Model of transformers from a config or a local folder: its class, config and weights, if any. Only safetensors is
 read, no code in a folder is run, and nothing is downloaded."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ready-made workload for models that map one text to another, such as T5 and BART."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plans of tensor parallelism for models of transformers, from those that transformers has for inference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Records from local files: text, JSON, JSON lines, CSV, TSV and Parquet, with one record per document, line or row; or
 from a Dataset of Hugging Face."""
 
-from __future__ import annotations
-
 import csv
 import glob
 import hashlib

@@ -1,7 +1,5 @@
 """Ready-made workload for models that tag each word of a text, measured by the entities found."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Tokenizers from local files, and one that needs no files: bytes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ready-made workload for image classification, configured in YAML."""
 
-from __future__ import annotations
-
 import difflib
 import warnings
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ Files are decoded where rows are read, in Ray tasks. Crop and mirroring follow f
 use the centre.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Image files with one folder per class, as rows of file name and class number."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ python -m scaleray.launch.flop_count_process CONFIG    prints the profile as JSO
 Standard input holds the config's settings of the command line as a JSON list: they may include a password, which the
 list of processes must not show."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """LightningModules as workloads: `as_workload(MyModule, MyDataModule)` runs them unchanged."""
 
-from __future__ import annotations
-
 from scaleray.lightning.workload import LightningWorkload, as_workload
 
 __all__ = ["LightningWorkload", "as_workload"]

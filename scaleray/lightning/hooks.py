@@ -1,8 +1,6 @@
 """Call the `on_*` hooks of a module and its callbacks at the points of Lightning's Trainer, and step schedulers that
 follow a measured value."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

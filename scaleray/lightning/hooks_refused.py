@@ -1,8 +1,6 @@
 """Methods of a LightningModule or LightningDataModule that scaleray runs, and those that it refuses by name at the
 start. Lightning is not imported: its classes are found among the base classes, under either package name."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@
 the names a worker rebuilds a DataLoader's batch and its split. `train~.text@text` comes from a loader with its own
 collation, which gets the original items: `@` gives a value's type."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """Combine the states of a module's torchmetrics objects, which accumulate over steps."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """The optimizer and the schedulers of `configure_optimizers`, in all of its forms, stepped as Lightning steps them."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -2,8 +2,6 @@
 and order of steps: loaders keep their collation. Other settings are reported if they have no effect, and refused if
 they would change the training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

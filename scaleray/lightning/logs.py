@@ -3,8 +3,6 @@
 A mean over an epoch is weighted by the rows of each batch (or the `batch_size` given), as Lightning weights it; here as
 a sum and a count, so the mean covers the rows of all workers, whatever `sync_dist` is."""
 
-from __future__ import annotations
-
 import numbers
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 """Lightning's callbacks: some become settings of the config, hooks of user-defined ones are called, and others are
 refused by name at the start."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Stand-in for a module's Trainer: reports the training's progress, and raises an error for anything else."""
 
-from __future__ import annotations
-
 import math
 import os
 import traceback

@@ -3,8 +3,6 @@
 Sources: Ray's own endpoint, and its dashboards in `ray/dashboard/modules/metrics`; `etc/dcp-metrics-included.csv` of
 dcgm-exporter. Counters that the exporter omits by default are marked; `dashboards/dcgm_counters.csv` enables them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

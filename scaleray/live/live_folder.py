@@ -1,8 +1,6 @@
 """The live state of a run, study or sweep from its folder on this machine: one that is starting, training, ended or
 killed, or from a version without live.json."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import dataclasses

@@ -2,8 +2,6 @@
 
 The file alone suffices for a page: a long run's `steps.csv` is too large to be read repeatedly."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """A page on 127.0.0.1 with a run's metrics in Prometheus' text format, made for each request."""
 
-from __future__ import annotations
-
 import errno
 import socket
 import socketserver

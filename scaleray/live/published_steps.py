@@ -3,8 +3,6 @@
 Each checkpoint sends the last part again, and all newer ones. The first part is steps.csv itself, so a short run has no
 other; when a run ends, the whole file replaces the parts."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Series of a running process: served on 127.0.0.1 if a port was given, and passed at intervals to a function that
 publishes them elsewhere."""
 
-from __future__ import annotations
-
 import threading
 import time
 from abc import ABC, abstractmethod

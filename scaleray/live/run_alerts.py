@@ -3,8 +3,6 @@
 Each check uses every step's loss and gradient norm, and the series that the run publishes. Studies and sweeps have
 their own series (`measured_metrics.py`); their single trainings are not checked."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import datetime

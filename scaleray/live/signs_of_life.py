@@ -1,7 +1,5 @@
 """State of the workers in a recorder, other than their records: heartbeats, activity, and requests to stop."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Collection

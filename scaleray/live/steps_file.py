@@ -1,7 +1,5 @@
 """steps.csv: a row for every step of a run, independent of the points sent to MLflow."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import io

@@ -3,8 +3,6 @@
 Without a `predict`, the loss is called, which defines the model's inputs: it runs until the model has returned, so
 columns that only the rest of the loss needs, such as labels, may be missing."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

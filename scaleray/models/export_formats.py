@@ -1,7 +1,5 @@
 """Export formats: each writes a file, and opens it again as a function of the same call."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import logging

@@ -1,7 +1,5 @@
 """The files of a promoted version on this machine, unchanged since its promotion."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -5,8 +5,6 @@ modules are rewritten to that package when a file is compiled, so they never use
 have separate modules; `importlib` and `__import__` are replaced by `Imports`. Other imports must be of installed
 packages."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import hashlib

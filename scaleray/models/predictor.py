@@ -1,7 +1,5 @@
 """Predictions for tables of rows: the model's predictions next to retained columns, and failed rows by number."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Find the run of a model from the user's input, and its workload from the run's config."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path

@@ -5,8 +5,6 @@ as in Jiang et al. 2024, Mixtral, arXiv:2401.04088. Without a capacity no token 
 MegaBlocks, arXiv:2211.15841). Capacity and balance are those of a sequence (DeepSeek-V2, arXiv:2405.04434), not of a
 worker's batch: results do not depend on how a batch is divided."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention whose keys and values pass around a ring of workers while each computes with those it has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

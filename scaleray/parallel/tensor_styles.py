@@ -1,7 +1,5 @@
 """Styles for `tensor_plan()` that torch lacks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Used by profiling/run_profile (rows of a record). Bus bandwidth is computed for 
 it is comparable with the speed of a link for any operation. Source: NCCL tests, PERFORMANCE.md.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from scaleray.records.profile_record import CollectiveRow

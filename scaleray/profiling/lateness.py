@@ -5,8 +5,6 @@ The times at which each rank's gradients become ready do show it. Used by profil
 measured by training/profile/arrival_recording.py. All arrays have one row per step.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import warnings

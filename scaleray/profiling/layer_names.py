@@ -1,7 +1,5 @@
 """Short names of layers: `blocks.0-3, head` for the parameters of a collective."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 MOST_PARTS = 4

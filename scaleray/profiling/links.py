@@ -4,8 +4,6 @@ A collective cannot show it: in an all-reduce all ranks wait equally for the slo
 pair and nothing to compare it with. Used by profiling/run_profile and profiling/verdict.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Used by launch/run/record.py when a run has ended.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Sequence
 

@@ -3,8 +3,6 @@
 Read in pages of a thousand runs with MLflow's further data: tags, params, last values of metrics and datasets; no
 artifact is fetched."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Find a recorded run by its folder or bucket, its name, or its id or name in MLflow."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

@@ -1,7 +1,5 @@
 """The live state of a run from MLflow, for readers with neither its folder nor its cluster."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path

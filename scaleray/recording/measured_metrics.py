@@ -3,8 +3,6 @@
 Its trainings publish nothing: their measurements are published when a repeat or a trial has ended. Only applicable
 rules are checked: its end, its disk, MLflow, and, for the workers of a study, lateness and memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 from collections.abc import Callable

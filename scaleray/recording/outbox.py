@@ -1,7 +1,5 @@
 """Operations on their way to MLflow: sent in order, stored while MLflow rejects them, and retried."""
 
-from __future__ import annotations
-
 import json
 import time
 from typing import Generic, Protocol, TypeVar

@@ -1,7 +1,5 @@
 """Provenance of every run in MLflow: its user, its commit, and its data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Metrics of a running run, from its state."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Collection, Sequence
 from functools import partial

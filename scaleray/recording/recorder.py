@@ -4,8 +4,6 @@ MLflow misses.
 Under Ray it is an actor next to the driver; without Ray a plain object. A separate thread does the writing
 (`Writer`)."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

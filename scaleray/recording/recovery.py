@@ -4,8 +4,6 @@ reported.
 steps.csv has every step, and MLflow every point sent to it. Either may lack some: a process was killed between two
 writes, a server was unreachable, or a file is damaged."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping

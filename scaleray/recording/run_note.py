@@ -1,7 +1,5 @@
 """run.json, with everything needed to continue a run from its folder alone."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable

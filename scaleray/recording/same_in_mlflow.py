@@ -3,8 +3,6 @@ certificate. Each function returns None if MLflow cannot be reached, or has no c
 
 MLflow is the reader's, never the one that the record names: a changed record could name another store."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import tempfile

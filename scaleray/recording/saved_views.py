@@ -3,8 +3,6 @@ which links can address.
 
 The format is that of MLflow 3.17's own pages and is undocumented: callers continue if it fails."""
 
-from __future__ import annotations
-
 import base64
 import json
 import time

@@ -3,8 +3,6 @@
 MLflow lets every user with access log another value of a metric, and shows the last one. A seal covers the params and
 last metric values of one run, as written together; it is not a signature."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping

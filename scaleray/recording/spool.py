@@ -1,7 +1,5 @@
 """A run's operations on their way to MLflow: rejected ones are also stored in a file, which survives a kill."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Access to MLflow: find the tracking store, open it safely, write to one run, and link to it."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

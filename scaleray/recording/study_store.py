@@ -1,7 +1,5 @@
 """The MLflow run of a study or a sweep, with a child for each point or trial, and the writes to it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Curves are on the parent, with the number of workers or the batch size as step, 
 single values are on the children under separate names, since they would otherwise be stray dots at step 0 of the
 curves."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """unsent.jsonl: the run's location on the first line, then one unsent operation per line."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The thread that writes a run: it processes its queue in order, and no producer waits for it."""
 
-from __future__ import annotations
-
 import math
 import queue
 import threading

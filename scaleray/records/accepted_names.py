@@ -1,7 +1,5 @@
 """Names and texts in a form that MLflow accepts."""
 
-from __future__ import annotations
-
 import re
 
 LONGEST_NAME = 250

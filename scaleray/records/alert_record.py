@@ -1,7 +1,5 @@
 """Alerts of a run, as in `alerts.jsonl` in its folder: one line for each beginning or end."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections import Counter

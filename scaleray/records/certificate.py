@@ -1,7 +1,5 @@
 """Certificates of `scaleray verify`: the question, each variant's outcome, the verdict, and the environment."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from datetime import datetime

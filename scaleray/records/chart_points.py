@@ -1,7 +1,5 @@
 """Points of MLflow's charts: selection of a run's steps and their values, each only once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

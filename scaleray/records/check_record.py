@@ -1,7 +1,5 @@
 """Record of a check of a workload."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Conditions of a record as flat keys, differences between records, and the key of repeats."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

@@ -3,8 +3,6 @@
 Bandwidths are per direction, in bytes per second; sizes are bytes; unknown values are None or empty, never 0.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

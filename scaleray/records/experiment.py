@@ -1,7 +1,5 @@
 """Fields of every run, study, sweep, plan and profile in MLflow."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 Missing evidence is `inconclusive`, which never counts as passed; nor does a gate without checks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,7 +1,5 @@
 """Record of one call of the gates."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

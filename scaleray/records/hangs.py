@@ -4,8 +4,6 @@ Written by the rank itself, as JSON without pickles, into `hangs/` of the run's 
 `profiling/desync.py`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

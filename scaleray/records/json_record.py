@@ -1,7 +1,5 @@
 """Records as JSON: common parts of every record.json, and conversion of values to JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

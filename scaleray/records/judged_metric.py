@@ -1,7 +1,5 @@
 """Evaluation metric that measures a run's success: the one its config watches, or else the most informative one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Durations are seconds, `..._at` are seconds since 1970. Unknown values are None, empty or omitted, never 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Record of a path from a baseline to a promoted model: its decisions, its commands, and their results."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass, field
 from typing import Literal

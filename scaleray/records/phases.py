@@ -1,7 +1,5 @@
 """Phases of a worker: the names used in heartbeats, errors, profiles and verdicts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from enum import StrEnum
 

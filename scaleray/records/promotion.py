@@ -1,7 +1,5 @@
 """Record of promoting or checking a model in MLflow's registry."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from scaleray.records.json_record import JsonRecord

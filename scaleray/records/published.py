@@ -1,7 +1,5 @@
 """Inputs of a run's published metrics: facts known before its start, and samples of its workers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Reader of record.json for all kinds of records."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from scaleray.common.parsing import load_json

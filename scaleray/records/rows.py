@@ -1,7 +1,5 @@
 """Measured values of a record as rows, the common source of MLflow, CSV, pages, tables and comparisons."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 

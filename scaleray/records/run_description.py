@@ -1,7 +1,5 @@
 """Facts about a run that driver and recorder exchange: its description, its MLflow run, and its result."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -2,8 +2,6 @@
 Used by MLflow's pages and the reports.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import defaultdict

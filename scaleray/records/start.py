@@ -1,7 +1,5 @@
 """Start-up time of a run, divided into parts from the command to its first step."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 

@@ -4,8 +4,6 @@ https://in-toto.io/Statement/v1 and https://slsa.dev/spec/v1.0/provenance: subje
 sources are the resolved dependencies. The statement is not signed: it reveals later changes, but not its author.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

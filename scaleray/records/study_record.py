@@ -4,8 +4,6 @@ Intervals contain the true value with 95 % confidence, from a bootstrap over rep
 otherwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, final

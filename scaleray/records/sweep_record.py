@@ -3,8 +3,6 @@
 Intervals as in `scaleray.records.study_record`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal, final

@@ -1,7 +1,5 @@
 """The answers of the gates on the terminal: each gate with its checks, and finally the overall answer."""
 
-from __future__ import annotations
-
 from rich.console import Console
 
 from scaleray.records.gate_answer import Check

@@ -1,7 +1,5 @@
 """Asynchronous SGD with bounded staleness: workers do not wait for each other's updates, unless they are too old."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Data parallel training: every rank holds the model, gradients are averaged in buckets during the backward pass."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """DiLoCo: replicas take many steps apart, and an outer optimizer then takes one step with the mean of their changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gossip: every worker trains its own replica and averages it with a few neighbours, whatever the number of workers."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Replicas that train apart and average occasionally: local SGD, and its common part with DiLoCo."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import socket

@@ -1,7 +1,5 @@
 """Single worker without communication: the reference for every other strategy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -4,8 +4,6 @@ or the layers become stages of a pipeline.
 Workers of one group have the same rows and compute the same loss. The plan's styles define their communication in
 forward and backward passes (torch.distributed.tensor.parallel)."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase

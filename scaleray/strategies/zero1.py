@@ -1,7 +1,5 @@
 """ZeRO-1: data parallel training with optimizer work and state divided, each parameter on one rank."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

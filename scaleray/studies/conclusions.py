@@ -1,7 +1,5 @@
 """Conclusions from a study's points beyond their curves: text, and the planner's model as a law."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Capacity for a study's workers: cores, Ray's CPUs, sizes measured despite too few cores, and the hardware."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 and environment, a drifting machine slows every size equally and does not distort the curve. Runs under plain gloo
 processes and inside Ray Train; results go to a callable."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc

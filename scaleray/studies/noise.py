@@ -1,7 +1,5 @@
 """The gradient noise scale of a study: the sizes that measure it, and its meaning for their batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from scaleray.common.printed import quantity

@@ -1,7 +1,5 @@
 """A curve's point, from its measurements: steady steps and their cost."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ one worker on each of the same workers at the same time, step by step from a com
 communication: waiting for transfers, copies and reductions. Under FSDP and ZeRO-1 the separate update covers all
 parameters instead of a share, so their results are slightly too good."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -2,8 +2,6 @@
 before an interruption or another study's. They are immutable: a file's name has the hash of its content, and a changed
 file is refused. Invalid ones are kept with the reason and not reused."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

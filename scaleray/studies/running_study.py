@@ -1,7 +1,5 @@
 """A running study: reuses known results, stores each new one immediately, and builds the record."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

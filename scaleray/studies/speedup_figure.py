@@ -3,8 +3,6 @@
 A very wide interval or band must not flatten a curve: axes show the values and their surroundings; longer bars end in
 an arrow, and a band that would leave the frame is described in words instead."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

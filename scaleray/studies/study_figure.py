@@ -1,7 +1,5 @@
 """The figures of a scaling study."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The report of a scaling study: a page, the figures as PNG and the points as CSV."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

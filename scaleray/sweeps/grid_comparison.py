@@ -1,7 +1,5 @@
 """Comparison of a guided sweep with the whole grid: quality of its choice by the grid's figures, and its cost."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The next trials are chosen from the trials' records alone, so that an interrupte
 Independent trials start together: on a shared machine, their throughputs are then comparable.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

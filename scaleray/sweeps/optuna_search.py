@@ -1,8 +1,6 @@
 """Ray Tune's schedulers and searchers for a sweep: counted in samples or evaluations, limited to feasible
 candidates."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

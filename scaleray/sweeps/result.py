@@ -5,8 +5,6 @@ critical batch size, at which both are twice their minimum (McCandlish et al. 20
 that is the knee.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Batch size at which each learning-rate rule of a sweep stopped holding, compared with theory."""
 
-from __future__ import annotations
-
 from scaleray.records.sweep_record import SweepRecord
 from scaleray.records.text.study_sweep_tables import Table
 from scaleray.sweeps.result import RuleRange, find_knee, rule_range, theory

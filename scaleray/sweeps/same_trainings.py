@@ -2,8 +2,6 @@
 one warm-up in two units. The training runs once and counts for each, so that noise does not separate the rules.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Ray Tune's schedulers for a sweep: stop trials early, by samples or evaluations."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

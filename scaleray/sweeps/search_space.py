@@ -3,8 +3,6 @@
 A candidate is a mapping of dotted keys to values. Candidates that cannot run are listed separately with the reason.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Figures of a sweep. Large numbers of trials are thinned to stay readable, and the caption states it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

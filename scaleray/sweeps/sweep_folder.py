@@ -3,8 +3,6 @@
 A trial's file is written atomically, so that an interrupted sweep continues with exactly the trials that have none.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

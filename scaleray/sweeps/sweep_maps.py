@@ -1,8 +1,6 @@
 """Maps of a sweep's settings by batch size and learning rate, one panel per rule, with those that reached the
 target."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Report of a sweep: a page, the figures as PNG, and trials and settings as CSV."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Trials of a sweep, planned before anything starts: the config of each, and those that cannot run."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Question of a sweep: the space of its trials, the search, the scheduler and the metric."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, get_args
 

@@ -4,8 +4,6 @@ The same process and its other workers run one trial after another (Tune's `reus
 is a small file with the path of the folder where the workers wrote the state.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

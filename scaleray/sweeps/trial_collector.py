@@ -1,7 +1,5 @@
 """Record of each trial, made from Ray Tune's reports during the sweep."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

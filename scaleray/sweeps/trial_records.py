@@ -1,7 +1,5 @@
 """Record of a trial, and its line on the terminal."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Nothing here depends on Tune's own state: a sweep continues from its own records.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging

@@ -1,7 +1,5 @@
 """The callbacks of a workload as an observer of the training, and the context passed to them."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ backward pass.
 One micro-batch goes through the loss and back. If the workload allows it, tensors have shapes but no values, so a model
 of any size is counted in seconds and without its memory; a loss that reads values is computed on the CPU."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

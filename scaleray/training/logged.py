@@ -4,8 +4,6 @@ Each is named after its step, so that a step which is repeated after an interrup
 encodes images and writes the files, concurrently with the training.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import re

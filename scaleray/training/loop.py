@@ -2,8 +2,6 @@
 
 Runs in this process, in plain gloo processes and inside Ray Train."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections import deque

@@ -1,7 +1,5 @@
 """One rank of a run, in any kind of process: its checkpoints, its watchdog thread, and the loop."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """The function that Ray Train runs on every worker, and its connection to the recorder's actor."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging

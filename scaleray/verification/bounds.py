@@ -1,7 +1,5 @@
 """Bounds of verify: the largest differences that rounding explains, by compared quantity and precision."""
 
-from __future__ import annotations
-
 BOUND = 1e-9
 """Largest relative difference accepted in float64: an honest reordering of sums differs by about 1e-12;
 anything above the bound is a bug."""

@@ -1,7 +1,5 @@
 """Certificates of verifications: request, result and environment; in a folder and in MLflow."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math

@@ -5,8 +5,6 @@ If they differ, the state at the interruption shows the cause: the state of the 
 item by item, with that of the whole run after the same step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import time

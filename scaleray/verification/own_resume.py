@@ -1,8 +1,6 @@
 """Check that workers which resume from their own checkpoint, on the same number of workers, take the steps of an
 uninterrupted training."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """First steps of both kinds of verification: connect, load workload and data, plan variants, check that they fit."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence

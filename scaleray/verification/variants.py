@@ -3,8 +3,6 @@
 Works in any group of workers: under Ray Train, in plain gloo processes, or alone. Rank 0 compares and decides; every
 rank then runs the decided variants."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time

@@ -1,7 +1,5 @@
 """`verify --resume`: does a resumed run equal one that was not interrupted? One interruption a variant."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterator

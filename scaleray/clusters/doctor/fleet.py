@@ -1,7 +1,5 @@
 """Nodes to check: those of a Ray cluster, or this machine alone."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import time

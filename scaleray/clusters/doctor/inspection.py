@@ -1,7 +1,5 @@
 """Checks of the nodes in parts, each with its own time limit."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import secrets

@@ -1,8 +1,6 @@
 """Measured speed of GPUs and links: matrix products, all-reduces inside and between nodes, and a tournament of pairs.
 Every rank of the default process group runs `measure_links`; sizes grow as long as time allows."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Checks of one node, in a process there: an actor on each node of a Ray cluster, or this process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

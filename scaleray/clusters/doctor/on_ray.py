@@ -1,8 +1,6 @@
 """Nodes of a Ray cluster, with an actor on each that reserves neither CPUs nor GPUs, so that a full cluster can be
 checked too."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Result of `scaleray doctor` on the terminal: a row for each check, skipped checks, and the verdict."""
 
-from __future__ import annotations
-
 from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table

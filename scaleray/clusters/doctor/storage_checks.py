@@ -1,8 +1,6 @@
 """Checks of the storage of runs: whether it is shared, and its speed, by writing files and reading those of other
 nodes."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

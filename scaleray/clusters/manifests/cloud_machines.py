@@ -3,8 +3,6 @@
 Sizes and names are from the providers' pages, from memory; nothing was rented.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from scaleray.errors import UsageError

@@ -1,7 +1,5 @@
 """User's requirements for a cluster, and the derived values for every file."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Any

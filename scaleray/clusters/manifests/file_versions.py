@@ -3,8 +3,6 @@
 Image, Ray, Python and torch of a cluster must match the submitting machine: Ray rejects other versions of itself.
 """
 
-from __future__ import annotations
-
 import re
 
 from scaleray import __version__

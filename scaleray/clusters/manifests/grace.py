@@ -1,7 +1,5 @@
 """Time for a stopping training to save, on each system: less than the system's own limit."""
 
-from __future__ import annotations
-
 SAVING = "SCALERAY_CHECKPOINT__GRACE_S"
 """Variable with the training's own limit (checkpoint.grace_s), after which the training ends as with Ctrl-C."""
 RAY_STOP = "RAY_JOB_STOP_WAIT_TIME_S"

@@ -2,8 +2,6 @@
 low on a busy machine give yellow, not red.
 """
 
-from __future__ import annotations
-
 MIB, GIB = 2**20, 2**30
 
 OPEN_FILES_RED, OPEN_FILES_YELLOW = 4096, 8192

@@ -1,7 +1,5 @@
 """Short texts for lists of nodes and values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 from scaleray.records.doctor_record import PreflightCheck

@@ -1,7 +1,5 @@
 """Check of how far each node's clock is ahead of the driver's, from round trips."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from scaleray.clusters.preflight.check_limits import CLOCK_RED_S, CLOCK_YELLOW_S

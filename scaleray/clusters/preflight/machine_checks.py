@@ -1,7 +1,5 @@
 """Checks of each node's resources: GPUs present and idle, system limits, shared memory, disk space."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 from scaleray.clusters.preflight import check_limits

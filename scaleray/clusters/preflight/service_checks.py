@@ -1,7 +1,5 @@
 """Checks of services that nodes share: the storage of runs, MLflow, and connections between nodes."""
 
-from __future__ import annotations
-
 from scaleray.clusters.preflight import check_limits
 from scaleray.clusters.preflight.check_texts import node_list, together, unmeasured
 from scaleray.records.doctor_record import Measured, PreflightCheck, Verdict

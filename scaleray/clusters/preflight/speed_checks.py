@@ -1,7 +1,5 @@
 """Checks of the speed of GPUs and links, compared with others of their type and with the planner's catalogue."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 

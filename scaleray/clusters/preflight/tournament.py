@@ -1,8 +1,6 @@
 """Order in which all pairs are measured, with no end in two pairs at once, and detection of slow links. A tournament of
 n ends takes n - 1 rounds (n if n is odd), by the circle method: one end is fixed, the others rotate."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass

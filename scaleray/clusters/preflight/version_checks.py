@@ -3,8 +3,6 @@
 Ray pickles between processes and rejects another version of itself; torch's ranks must agree on their messages. Other
 differences are only reported."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from scaleray.clusters.preflight.check_texts import by_value, minority, node_list, together

@@ -1,7 +1,5 @@
 """User-defined names of clusters: a file in the user's settings folder, with one line or section per cluster."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Mapping

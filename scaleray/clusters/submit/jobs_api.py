@@ -1,7 +1,5 @@
 """Job submission through a cluster's dashboard: Ray's own client, preceded by a check that cannot hang."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """RayJobs on Kubernetes, through kubectl: creating, following, listing and stopping them."""
 
-from __future__ import annotations
-
 import calendar
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Kubernetes objects of a submission: a RayJob, and a ConfigMap with the uploaded code."""
 
-from __future__ import annotations
-
 import base64
 import re
 import shlex

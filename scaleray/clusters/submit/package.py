@@ -2,8 +2,6 @@
 git or a `.rayignore`, secrets by name, and files that no job needs. Equal contents give an equal file, which is
 uploaded only once to a cluster."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import zipfile

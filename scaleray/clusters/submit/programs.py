@@ -1,7 +1,5 @@
 """External programs for reaching a cluster, such as kubectl and ssh: run with a time limit, returning their output."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

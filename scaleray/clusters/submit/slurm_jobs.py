@@ -1,7 +1,5 @@
 """Slurm jobs: unpacked into their own folders visible to all nodes, and queued with sbatch, here or over ssh."""
 
-from __future__ import annotations
-
 import codecs
 import re
 import shlex

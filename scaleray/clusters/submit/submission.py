@@ -1,7 +1,5 @@
 """A command to submit as a job to a remote cluster: all checks that are possible on this side."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import time

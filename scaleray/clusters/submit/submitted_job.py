@@ -1,7 +1,5 @@
 """A job on any type of cluster, and following it to its end."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """Submission to Kubernetes: a RayJob that meets every requirement, created by kubectl, or written to a file without
 it."""
 
-from __future__ import annotations
-
 import shlex
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Submission to a Ray cluster through its Jobs API: compare versions in a separate job, then pack and start."""
 
-from __future__ import annotations
-
 import math
 import shlex
 import tempfile

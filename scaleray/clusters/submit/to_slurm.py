@@ -1,7 +1,5 @@
 """Submission to Slurm: compare versions of its environment, then queue a batch script in the job's own folder."""
 
-from __future__ import annotations
-
 import re
 import tempfile
 from pathlib import Path

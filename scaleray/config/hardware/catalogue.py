@@ -5,8 +5,6 @@ speeds, bus bandwidths and largest measured matrix products (MAMF); `data sheet`
 lacks the figure, and marked so. If no matrix product was measured, the share of the nearest related GPU is used.
 """
 
-from __future__ import annotations
-
 from scaleray.config.hardware.hardware_kinds import Gpu, Link, Network
 from scaleray.config.hardware.lookup import Catalogue
 

@@ -10,8 +10,6 @@ storage_gb_per_s: 50         # rate at which all nodes together write a checkpoi
 gpu_mtbf_hours: 50000        # mean hours between two interruptions, times the number of GPUs
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path

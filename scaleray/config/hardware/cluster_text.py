@@ -1,7 +1,5 @@
 """Cluster as short text: `h100:8x16`, `a100-80:8x64,net=200G`, `v100:4x2,net=10G-tcp,link=pcie3,price=2.5`."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """User-defined GPUs, links and networks: a YAML file whose entries take precedence over the package's."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

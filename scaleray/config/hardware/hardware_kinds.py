@@ -5,8 +5,6 @@ each entry with its source; `lookup` finds one by a common name, and users add o
 (`hardware_file`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

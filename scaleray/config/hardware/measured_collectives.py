@@ -4,8 +4,6 @@ They replace the formulas for the group on which they were measured, and correct
 (`communication`).
 """
 
-from __future__ import annotations
-
 import bisect
 import csv
 import math

@@ -1,7 +1,5 @@
 """Division of a global batch among workers, replicas and micro-batches."""
 
-from __future__ import annotations
-
 import math
 
 from scaleray.common.printed import quantity

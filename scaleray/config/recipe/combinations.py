@@ -4,8 +4,6 @@ Settings of a strategy that is not used are not rejected but reported: see confi
 `recipe.derive`, before any worker starts. Every function here raises ConfigError.
 """
 
-from __future__ import annotations
-
 from scaleray.config import RunConfig
 from scaleray.config.optimizer_schedule import OptimizerSettings
 from scaleray.config.recipe.pipeline_bubble import suits

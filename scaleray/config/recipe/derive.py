@@ -4,8 +4,6 @@ Computed on the driver, printed, saved with the run and sent to the workers; der
 changes its number of workers.
 """
 
-from __future__ import annotations
-
 import math
 
 from scaleray.common.printed import quantity

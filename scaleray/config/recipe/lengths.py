@@ -1,7 +1,5 @@
 """Lengths of a training and its parts, in optimizer steps."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

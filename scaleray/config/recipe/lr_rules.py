@@ -4,8 +4,6 @@ No rule can repair a badly tuned learning rate at B_ref, and every rule has a li
 Adam's full rule at kappa = 1 / (1 - beta_1).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

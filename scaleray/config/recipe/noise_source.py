@@ -1,7 +1,5 @@
 """Choice of the gradients for measuring noise: two batch sizes are needed, the larger one being that of the step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -4,8 +4,6 @@ Times are per micro-batch and worker, over all stages of that worker. Used by st
 reports the measured share. Communication is ignored, and stages are assumed to take equally long.
 """
 
-from __future__ import annotations
-
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 
 

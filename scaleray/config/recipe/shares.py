@@ -4,8 +4,6 @@ A synchronous step ends with its slowest worker, so the best shares let all work
 speed. Speeds are samples per second, or any multiple of that; shares are whole samples that sum to the global batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 SMOOTHING = 0.5  # weight of a new measurement: a single bad one changes the shares only by half

@@ -1,7 +1,5 @@
 """Recipe: all values derived from a config and the size of its data, and their derivations."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass

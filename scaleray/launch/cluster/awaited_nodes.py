@@ -1,7 +1,5 @@
 """Nodes that a cluster starts on demand: requested and waited for before a run, up to a deadline."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Whether a cluster can hold a run, how many trials fit at once, and the missing resources if none fits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from scaleray.common.printed import quantity

@@ -3,8 +3,6 @@
 Every known trap of Ray 2.60 that concerns connecting is handled here, with its reason next to the line.
 """
 
-from __future__ import annotations
-
 import concurrent.futures.thread  # noqa: F401 - its fork hooks must not be added while `_importing` and Ray's forks overlap
 import contextlib
 import gc

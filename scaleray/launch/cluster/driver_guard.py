@@ -4,8 +4,6 @@ and temporary folders of its own Ray. Ray's core ends the driver without a messa
 Run as a script, this file is that process. It imports nothing but the standard library until the driver has died, and
 sleeps until then. Facts reach it through its standard input, since MLflow's address may hold a password."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Decide whether workers use GPUs if the config does not, and report idle GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from scaleray.config import RunConfig

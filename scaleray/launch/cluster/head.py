@@ -3,8 +3,6 @@ it.
 
 For demos, benchmarks and tests that need a cluster to submit jobs to."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

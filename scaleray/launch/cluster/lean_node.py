@@ -7,8 +7,6 @@ CPU seconds before the first step, on 2 cores: the autoscaler's monitor 0.4; the
 and waited for even without a dashboard, 0.7; the node's agent 0.8, which has a minimal form for installations without
 the dashboard's libraries."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -1,7 +1,5 @@
 """Things that a dead driver leaves open: its MLflow run, and processes and folders of its own Ray."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

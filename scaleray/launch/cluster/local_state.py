@@ -2,8 +2,6 @@
 
 Each has a folder inside a private folder of this user, with a file of mode 0600; Ray's own files are next to it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

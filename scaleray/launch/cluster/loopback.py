@@ -4,8 +4,6 @@ Ray replaces a given 127.0.0.1 by an address that others can reach, and then lis
 macOS it stays on loopback; `VARIABLE` is Ray's own switch for that. This module overrides the function by which Ray
 finds this machine's address (see `scaleray/common/private_parts.py`); if that fails, Ray listens as usual."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

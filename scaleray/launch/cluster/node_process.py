@@ -3,8 +3,6 @@
 The only way to start a head here, for permanent clusters (`local_clusters.py`) and temporary ones (`head.py`). It never
 touches another Ray on the machine, as `ray stop` would."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

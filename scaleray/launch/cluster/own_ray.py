@@ -3,8 +3,6 @@
 A job environment set by Ray's own scripts costs each worker 0.4 CPU seconds; here the raylet has it, and its workers
 inherit it."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """Ray's settings in this process. Ray's core reads the environment once, at its import."""
 
-from __future__ import annotations
-
 import sys
 
 from scaleray.common.private_parts import SETTINGS

@@ -1,7 +1,5 @@
 """The token that authorizes requests to Ray: this user's own, in a file that no other user can read."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

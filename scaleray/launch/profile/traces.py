@@ -1,7 +1,5 @@
 """Trace files and memory snapshots: their list, their content, and the one file that Perfetto opens."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gzip

@@ -1,7 +1,5 @@
 """Lines on a run for the terminal, before its workers start."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Report of a finished training, and the saved view of its experiment in MLflow."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

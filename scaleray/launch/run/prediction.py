@@ -1,7 +1,5 @@
 """Predicted throughput of a run: the config's own value, or the measurement of a study of the same training."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass

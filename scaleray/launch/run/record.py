@@ -1,7 +1,5 @@
 """Records of a run: its description before the start, its record at the end, in MLflow and in files."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

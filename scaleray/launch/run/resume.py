@@ -1,7 +1,5 @@
 """Choice of the interrupted run that a command continues, and the check of its config against that run's."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

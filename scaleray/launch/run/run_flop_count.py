@@ -3,8 +3,6 @@
 Runs in a separate process, since counting imports torch and calls the user's code, which must not affect the training's
 random numbers or GPUs. Only if the peak of the devices may be known: without it there is no utilisation."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

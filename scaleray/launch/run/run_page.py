@@ -1,7 +1,5 @@
 """The report of one training, on the same kind of page as studies and sweeps."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

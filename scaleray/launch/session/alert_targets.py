@@ -1,7 +1,5 @@
 """Resolve the driver's alert targets: the webhook's address from its environment, and the command."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

@@ -1,7 +1,5 @@
 """A study or a sweep from its beginning to its record: folder, run in MLflow, metrics, alerts and report."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """Conditions that must be equal for two measurements on one curve: config, code, environment, topology."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

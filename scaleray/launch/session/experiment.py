@@ -1,7 +1,5 @@
 """Facts of an experiment for the registry before it starts, and whether the team's policy lets it start."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """First steps of every command: absolute paths, a name, and access to Ray."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

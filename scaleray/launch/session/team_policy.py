@@ -12,8 +12,6 @@ A field is one of the registry's or a key of the config. Its value must be known
 a list, or within bounds.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 
 This module has no slow imports, so a command can start the process before anything else."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import sys

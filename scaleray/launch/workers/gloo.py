@@ -1,7 +1,5 @@
 """Groups of plain gloo processes on this machine, without Ray: the same checks without the cost of a cluster."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io

@@ -1,7 +1,5 @@
 """Combine the accounts that the ranks wrote when a training hung into one explanation of its failure."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import re

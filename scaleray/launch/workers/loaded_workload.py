@@ -1,7 +1,5 @@
 """Transfer of user code to the workers."""
 
-from __future__ import annotations
-
 import copyreg
 import functools
 from typing import Any

@@ -1,8 +1,6 @@
 """A run on this machine without Ray: in this process, for a debugger and for tests, or in gloo processes, one per
 worker, for profiled short trainings."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 import time

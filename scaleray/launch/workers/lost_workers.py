@@ -1,8 +1,6 @@
 """Explain failures of workers: find the one that explains the others, as text, and decide whether another try could
 help."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 

@@ -4,8 +4,6 @@
 than a second of a core before the first worker starts.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

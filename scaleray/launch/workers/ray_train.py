@@ -1,7 +1,5 @@
 """Use of Ray Train by all commands: building its trainer, and running a function once in a group of workers."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Messages of running workers of a group, passed to the driver immediately."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 """Hardware and services of the runs: GPUs as measured by NVIDIA's DCGM, nodes and Ray as measured by Ray's agents, and
 the input."""
 
-from __future__ import annotations
-
 from scaleray.common import live_metrics as live
 from scaleray.common import metric_names as names
 from scaleray.live import foreign as of

@@ -1,7 +1,5 @@
 """Contents of the folder that `scaleray dashboards write` writes, and the addresses of panels."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Panels on GPUs, measured by NVIDIA's DCGM: the part of the dashboard Cluster that needs its exporter."""
 
-from __future__ import annotations
-
 from scaleray.live import foreign as of
 from scaleray.live.dashboards.panels import Panel, Query, Row, Threshold
 from scaleray.live.dashboards.queries import foreign, foreign_per_second

@@ -3,8 +3,6 @@
 Checked against Grafana's own schema in tests. Source of the keys: grafana-foundation-sdk, jsonschema/dashboard.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

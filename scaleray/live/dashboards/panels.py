@@ -2,8 +2,6 @@
 
 `grafana.py` converts them to Grafana's format; tests run their queries in a Prometheus."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal

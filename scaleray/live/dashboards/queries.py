@@ -3,8 +3,6 @@
 Every selection is filtered by the variables above the panels: job and instance (the scraped target); for metrics of a
 run also its name and id; and rank and node for metrics of each rank."""
 
-from __future__ import annotations
-
 from scaleray.common.live_metrics import STEPS_PLANNED
 from scaleray.common.metric import RANK_LABELS, RUN_LABELS, Metric, prometheus_name
 from scaleray.live.dashboards.panels import Query

@@ -1,7 +1,5 @@
 """Late ranks and slow links: one line of a heat map for every rank."""
 
-from __future__ import annotations
-
 from scaleray.common import live_metrics as live
 from scaleray.common import metric_names as names
 from scaleray.live.dashboards import variables

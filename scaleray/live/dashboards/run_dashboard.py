@@ -1,7 +1,5 @@
 """Dashboard to open first: health, speed, progress and remaining time of a run."""
 
-from __future__ import annotations
-
 from scaleray.common import live_metrics as live
 from scaleray.common import metric_names as names
 from scaleray.live.dashboards import variables

@@ -1,7 +1,5 @@
 """Result of scaling: efficiency against prediction, the cost of a million samples, and the runs of the last weeks."""
 
-from __future__ import annotations
-
 from scaleray.common import live_metrics as live
 from scaleray.common import metric_names as names
 from scaleray.live.dashboards import variables

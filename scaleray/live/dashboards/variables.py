@@ -1,7 +1,5 @@
 """The variables above the panels, the same on every dashboard that has them, so that links pass them on."""
 
-from __future__ import annotations
-
 from scaleray.common import live_metrics, metric_names
 from scaleray.live import foreign
 from scaleray.live.dashboards.panels import Link, Note, Variable

@@ -4,8 +4,6 @@ The exporter gives the counters of throttling and memory errors only if its list
 has them commented out. A GPU belongs to a run if the run trains on its node: the label `node` that Prometheus is
 configured to add, or else the exporter's address. The node of a run without Ray is the host of its target."""
 
-from __future__ import annotations
-
 from scaleray.common import live_metrics as live
 from scaleray.common.metric import prometheus_name
 from scaleray.config.alerts import AlertLimits

@@ -4,8 +4,6 @@ A loss is compared with the median of its last 200 values and their median absol
 are meaningless for losses near or below zero. Prometheus, which has a loss for each scrape instead of each step, uses
 half the distance of the quartiles, which is equal for values distributed symmetrically around the median."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rules on whether a run makes progress: hangs, lost workers, restarts and its end."""
 
-from __future__ import annotations
-
 from scaleray.common import live_metrics as live
 from scaleray.common import metric_names as names
 from scaleray.common.metric import Metric, prometheus_name

@@ -3,8 +3,6 @@
 Gauges of a worker vanish when it ends, and a restarted worker has new series next to the old ones (Ray's label
 WorkerId): the value of a run or a rank is the largest of its series."""
 
-from __future__ import annotations
-
 from scaleray.common import live_metrics as live
 from scaleray.common.metric import RANK_LABELS, RUN_LABELS, Metric, prometheus_name
 

@@ -1,7 +1,5 @@
 """Definition of a rule: its condition, the cost of ignoring the alert, and the remedy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal

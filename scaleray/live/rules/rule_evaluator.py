@@ -1,7 +1,5 @@
 """Determine which alerts of a run begin and end at each check."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial

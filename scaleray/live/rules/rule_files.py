@@ -1,7 +1,5 @@
 """`dashboards/alerts.yaml`, Prometheus' rules, written from the table of rules."""
 
-from __future__ import annotations
-
 from typing import Any
 from urllib.parse import urlencode
 

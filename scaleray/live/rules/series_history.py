@@ -1,7 +1,5 @@
 """Recent history of each series of a run, keyed by Prometheus name; input to the alert rules."""
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Rules on the speed of a run: stragglers, links, input, its own past and the prediction."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from scaleray.common import live_metrics as live

@@ -1,7 +1,5 @@
 """Rules on the resources of a run: memory, disk, checkpoints, MLflow."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

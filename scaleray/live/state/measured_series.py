@@ -1,7 +1,5 @@
 """Series of a study's or sweep's measurements so far: its points and trials, its progress, and its ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal

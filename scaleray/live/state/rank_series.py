@@ -1,7 +1,5 @@
 """Series of every rank: from its own samples, or from those of all ranks if ranks must be compared."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Series that a run has once, from its state; and those of its ranks that they do not publish themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 from scaleray.common import live_metrics as live

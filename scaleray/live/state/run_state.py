@@ -2,8 +2,6 @@
 terminal and notebooks read this state, so that they agree at any moment.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections import deque

@@ -1,7 +1,5 @@
 """One value of a metric with its labels, in Prometheus' form."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 

@@ -2,8 +2,6 @@
 nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import html
 import sys

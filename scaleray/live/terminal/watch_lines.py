@@ -1,7 +1,5 @@
 """Watched runs, one line each: as they progress in a pipe, or all in a table."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The page of a watched run: one screen of a terminal at least 40 columns wide."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator, Sequence

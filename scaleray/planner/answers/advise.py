@@ -5,8 +5,6 @@ The results are predictions, not measurements: each has an interval from the pla
 (`uncertainty`), and choices whose intervals overlap count as equal.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence

@@ -3,8 +3,6 @@ bandwidth of a node's link. A single step time cannot separate compute from comm
 the most likely way: the logarithm of each part in proportion to its variance and to its weight in the step (the mode of
 two normal priors on a line). On one GPU all of it is compute."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Compute is scaled to one measured size. Between the requested sizes, throughput is a power of the number of workers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

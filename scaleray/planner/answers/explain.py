@@ -1,7 +1,5 @@
 """Sources of the planner's values, and reasons for dropped layouts, as lines of text."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import re

@@ -1,7 +1,5 @@
 """Candidate layouts of a question: all that divide its GPUs and its batch, whether they fit or not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from scaleray.planner.answers.plan_question import Question

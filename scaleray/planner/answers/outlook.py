@@ -3,8 +3,6 @@
 The global batch is constant (strong scaling), as in a run; each size has the best layout of the same strategies.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

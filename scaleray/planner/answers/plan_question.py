@@ -1,7 +1,5 @@
 """Question to the planner: a model, a cluster, the strategies, and the order of the results."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from scaleray.config import RunConfig

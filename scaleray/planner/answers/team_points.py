@@ -1,8 +1,6 @@
 """A team's own measured steps as training data for the planner: the counted costs of each model, and a point for each
 measured number of workers."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@ GPUs well but needs more samples for the same progress; the caller provides thei
 (`training.noise.statistical_efficiency`), which the planner does not compute. Interruptions and checkpoints lengthen
 the wall time (`checkpoint_stalls`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 

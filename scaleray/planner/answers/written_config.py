@@ -1,7 +1,5 @@
 """The chosen layout as keys of a run's config, for `scaleray train`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any

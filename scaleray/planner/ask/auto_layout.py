@@ -1,7 +1,5 @@
 """`parallel: auto`: the planner's layout for the workers of a run, in place of degrees in its config."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Counts of a workload's operations, made in a separate process and cached."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

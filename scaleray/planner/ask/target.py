@@ -1,8 +1,6 @@
 """`scaleray plan --rank time-to-target`: samples needed by each batch size, from the options or from a record with
 measured gradient noise."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

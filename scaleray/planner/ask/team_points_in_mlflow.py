@@ -1,7 +1,5 @@
 """Measured points of a team's studies in MLflow, for corrections of the planner."""
 
-from __future__ import annotations
-
 import dataclasses
 import tempfile
 from collections.abc import Collection

@@ -1,7 +1,5 @@
 """`scaleray plan --write`: the chosen layout as a config for `scaleray train`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import yaml

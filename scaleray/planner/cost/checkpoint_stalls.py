@@ -7,8 +7,6 @@ checkpoint, and a restart. Sources: Young 1974 (first-order interval); Daly 2006
 (equations 20 and 37); Llama 3's interruptions, arXiv:2407.21783, section 3.3.4.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ Bandwidths are achieved ones (`Link.bus_gb_per_s`, `Transport.bandwidth_share`),
 Sources: ring and tree latency, NCCL's tuning.cc; hop counts, Thakur et al. 2005.
 """
 
-from __future__ import annotations
-
 import math
 
 from scaleray.config.hardware.hardware_kinds import TRANSPORTS, Cluster

@@ -7,8 +7,6 @@ arXiv:2401.14489), w is the number of waves of tiles that cover the result, and 
 and end of each tile. Elementwise operations move bytes at a share of the memory's bandwidth. The host's time to launch
 the kernels is a lower bound."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ step times over a folder of published measurements, with equal weight for each s
 to them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

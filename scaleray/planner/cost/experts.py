@@ -7,8 +7,6 @@ of the expert group. Tokens are assumed to be spread evenly over experts, which 
 a balancing loss or bias. Sources: GShard, arXiv:2006.16668; DeepSpeed-MoE, arXiv:2201.05596; tokens that are sent to
 each node only once, DeepSeek-V3, arXiv:2412.19437, section 3.2."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

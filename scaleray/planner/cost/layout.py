@@ -4,8 +4,6 @@ Ranks are numbered so that tensor parallel groups are neighbours, followed by co
 stages: the parallelism with most communication stays inside the node (Narayanan et al. 2021, arXiv:2104.04473, section
 3). Experts are spread over the first three, from the inside out."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -6,8 +6,6 @@ unit of FSDP as in Zhao et al. 2023 (arXiv:2304.11277). `allocated` corresponds 
 as counted by nvidia-smi. A step has several possible peaks with different contents: logits at the loss, a recomputed
 layer in the backward pass, widened gradients in the optimizer's step."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -1,8 +1,6 @@
 """Division of a model into pipeline stages: the same number of layers in each, or the fastest possible slowest
 stage."""
 
-from __future__ import annotations
-
 from scaleray.planner.models.block_counts import ModelProfile
 
 PRECISION = 1e-6

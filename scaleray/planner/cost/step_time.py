@@ -7,8 +7,6 @@ Sources: pipeline, Narayanan et al. 2021, arXiv:2104.04473; FSDP, Zhao et al. 20
 ZeRO, arXiv:1910.02054.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import operator

@@ -7,8 +7,6 @@ from a measured point has a narrow spread near that point, and a reason for ever
 added in quadrature as independent errors. To validate, run `python -m jobs.planner_evidence validate DATA
 --transfers`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

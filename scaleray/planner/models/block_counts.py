@@ -5,8 +5,6 @@ products. `transformers` and `convolutions` count from the shape; `training.flop
 running it once.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

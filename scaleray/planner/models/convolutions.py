@@ -1,7 +1,5 @@
 """Costs of convolutional networks: residual networks from their shape, others from published figures."""
 
-from __future__ import annotations
-
 from scaleray.errors import ConfigError
 from scaleray.planner.models.block_counts import Block, ModelProfile
 

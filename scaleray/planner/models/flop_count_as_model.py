@@ -1,7 +1,5 @@
 """A user's own model in the planner's form, as counted by `training.flop_counter`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -4,8 +4,6 @@
 transformer of usual proportions.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """Shapes and sizes of the models that the planner supports by name. Sources: their papers and model cards, from memory
 unless noted; a test checks parameter counts, total and active."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from scaleray.planner.models.transformers import TransformerShape

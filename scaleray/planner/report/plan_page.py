@@ -1,8 +1,6 @@
 """HTML page of a plan in the style of the reports: the recommendation with reasons, the layouts, and the use of memory
 and time."""
 
-from __future__ import annotations
-
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

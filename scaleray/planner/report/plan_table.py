@@ -1,8 +1,6 @@
 """A plan on the terminal: the ranked layouts, memory and the GPU's size, the parts of a step, the curve and its
 verdict."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from rich.console import Group, RenderableType

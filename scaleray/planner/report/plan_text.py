@@ -1,7 +1,5 @@
 """Sentences and tables of a plan, for both the terminal and the page."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from scaleray.planner.answers.advise import Advice, Choice

@@ -1,8 +1,6 @@
 """Ways to a target on the terminal: batch sizes and numbers of GPUs with their times, and which of them are on the
 Pareto frontier."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from scaleray.planner.answers.to_target import Way

@@ -1,7 +1,5 @@
 """Figures of a run's time: ranks over time, parts of a step on every rank, one step, the whole run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Report of traces, as tables for a terminal and as a page: ranks, modules, operators, launches, memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Modules are named by annotations `module: NAME` (scaleray's traces) or by `nn.Mo
 Backward operators belong to the module of the forward operator with the same sequence number.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -3,8 +3,6 @@
 A set is sorted and its intervals neither overlap nor touch; rows are (start, end), with the end excluded.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

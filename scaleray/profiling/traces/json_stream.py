@@ -5,8 +5,6 @@ precede and follow it. `ijson` is not used: it takes 1.9 times the CPU time for 
 control characters in names and NaN.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import re

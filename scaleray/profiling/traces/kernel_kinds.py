@@ -4,8 +4,6 @@ On an accelerator it follows from the kernel's name, as in Holistic Trace Analys
 gloo's annotations communicate.
 """
 
-from __future__ import annotations
-
 import re
 from enum import IntEnum
 

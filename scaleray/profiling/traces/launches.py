@@ -3,8 +3,6 @@
 The definitions are those of Holistic Trace Analysis, so that results are comparable.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

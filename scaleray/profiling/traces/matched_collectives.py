@@ -4,8 +4,6 @@ If NCCL's kernels carry `Seq`, they are matched by it: it is the same on all ran
 of a name in a group on one rank matches the n-th on the others, which holds for traces of the same steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping

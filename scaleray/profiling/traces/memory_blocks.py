@@ -4,8 +4,6 @@ Two formats are read: scaleray's own JSON, and the pickles of `torch.cuda.memory
 numbers and text are loaded from these, so that opening one runs no code.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

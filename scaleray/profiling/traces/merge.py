@@ -4,8 +4,6 @@ The result is JSON for Perfetto and chrome://tracing. Processes are renumbered, 
 and their names begin with the rank.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO

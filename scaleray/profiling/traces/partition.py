@@ -6,8 +6,6 @@ Trace Analysis, per stream there, over all streams here), otherwise for other re
 thread compute, and time without operator or collective belongs to Python and to waiting for input.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Time of the traced steps by operator, kernel and module."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import defaultdict

@@ -4,8 +4,6 @@ The format is Kineto's, as written by torch.profiler: complete events with `ts` 
 three decimals. Times here are integer nanoseconds; with `baseTimeNanoseconds`, since 1970.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass

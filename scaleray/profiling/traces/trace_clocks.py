@@ -5,8 +5,6 @@ gives the clock offset. Traces without barriers are aligned by the ends of their
 together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Report on the traces of a run: time, launches, operators and modules of each rank, and matched collectives."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

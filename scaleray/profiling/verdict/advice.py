@@ -3,8 +3,6 @@
 Used for trainings and for the points of a scaling study: the same limit gets the same advice everywhere.
 """
 
-from __future__ import annotations
-
 from scaleray.config.strategy_traits import traits_of
 from scaleray.profiling.verdict.findings import Advice, Limit
 from scaleray.profiling.verdict.signals import Facts

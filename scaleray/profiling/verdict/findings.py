@@ -1,7 +1,5 @@
 """Parts of a verdict: possible limits, findings on them, and advice."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 

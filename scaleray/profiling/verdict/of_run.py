@@ -1,7 +1,5 @@
 """Verdict on a recorded run, from its profile and its config."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

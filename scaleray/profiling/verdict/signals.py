@@ -1,7 +1,5 @@
 """Input of a verdict: seconds of each part of each step on each rank, and other facts of the run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Ranks that the others wait for, and the phase in which they fall behind."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -4,8 +4,6 @@ Pure arithmetic on `Signals`. A limit is reported if it costs at least LEAST_SHA
 steps; a training without one is limited by computing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass

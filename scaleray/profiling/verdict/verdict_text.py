@@ -1,7 +1,5 @@
 """Text of a verdict: one sentence, the evidence of each finding, and the questions that could not be answered."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 

@@ -3,8 +3,6 @@
 Colours are those of Okabe and Ito (2008), which colour-blind readers can distinguish too. Text of a config is drawn
 literally, without math markup."""
 
-from __future__ import annotations
-
 import io
 import math
 import re

@@ -1,7 +1,5 @@
 """One self-contained HTML page: headline, figures, tables and facts. No script, no network, printable."""
 
-from __future__ import annotations
-
 import csv
 import io
 import time

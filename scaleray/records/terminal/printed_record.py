@@ -1,7 +1,5 @@
 """A study's or a sweep's result on the terminal: the verdict, the tables, and the location of its files."""
 
-from __future__ import annotations
-
 import io
 
 from rich.console import Console, Group, RenderableType

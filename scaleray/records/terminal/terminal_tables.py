@@ -4,8 +4,6 @@ Intervals are next to their values if there is room, otherwise below them. Colum
 another block below, which repeats the first column. Text is wrapped between words, figures are not.
 """
 
-from __future__ import annotations
-
 import itertools
 import textwrap
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """One-line headline of a study or a sweep, shown above the verdicts on the page, on the terminal and in MLflow."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Tables of a study and of a sweep as text: the same in MLflow, on the terminal and in the report."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass

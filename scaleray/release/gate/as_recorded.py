@@ -2,8 +2,6 @@
 change of a file in a folder, or of a number in MLflow, is found; the same change of both is not. MLflow is the server
 chosen by the reader."""
 
-from __future__ import annotations
-
 from scaleray.recording.same_in_mlflow import certificate_differences, differences_from_mlflow, study_differences
 from scaleray.recording.store import resolve_uri, without_password
 from scaleray.records.gate_answer import Check

@@ -1,7 +1,5 @@
 """Evidence for the gates: a run and its repeats, a baseline's runs, certificates and a study, by folder or name."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

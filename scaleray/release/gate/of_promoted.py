@@ -1,7 +1,5 @@
 """Gates of recent runs against a registered version, whose evidence and policy were stored at its promotion."""
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 import time

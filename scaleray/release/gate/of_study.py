@@ -1,8 +1,6 @@
 """Gates of a scaling study: is its largest number of workers efficient enough, and does a certificate prove that its
 training equals that of one process? The other gates apply to a training."""
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 import time

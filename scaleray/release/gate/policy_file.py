@@ -1,7 +1,5 @@
 """A policy from its YAML file, or one error that names the key."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

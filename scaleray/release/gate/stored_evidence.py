@@ -1,8 +1,6 @@
 """Evidence of a decision in a separate folder, to evaluate the gates again when the runs, certificates and studies are
 gone."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

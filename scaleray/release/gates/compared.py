@@ -1,7 +1,5 @@
 """Check that compares the means of two sets of repeated runs, with its power and the number of runs needed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Literal

@@ -3,8 +3,6 @@
 Different config keys are reported but not evaluated, since training on more workers changes some of them. Only the
 workload and its data must be the same."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ shares is below the margin by the noise of a share, and fails if it is above the
 difference (Dvoretzky, Kiefer and Wolfowitz 1956; Massart 1990), so that all checks of the same data together fail with
 at most `alpha`. Shares of single values are bounded by Clopper and Pearson (1934)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

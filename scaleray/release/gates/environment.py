@@ -3,8 +3,6 @@
 The driver records its own machine, which may be a head node without GPUs. If workers reported theirs, these facts
 replace the driver's: kinds of GPU (not their number), driver, CUDA, cuDNN and NCCL, kernel and torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gate `operations`: is each candidate safe to run unattended?"""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from scaleray.records.alert_record import Alert

@@ -3,8 +3,6 @@
 A key that is left out keeps its default; None disables a check. A requirement whose fact is unknown makes a gate
 inconclusive, never passed."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Literal
 

@@ -4,8 +4,6 @@ The lower end of an interval counts, so that one lucky measurement does not pass
 as that of the study's 95 % interval, since measurements are successive: with 3 skewed ones of one worker and 30 of
 four, 6.5 % passed."""
 
-from __future__ import annotations
-
 import math
 import shlex
 

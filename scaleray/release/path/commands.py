@@ -1,7 +1,5 @@
 """Commands of a path as separate processes: their printed JSON is the result, and their logs are stored."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Trainings of a path with further checks: one that is killed and resumes, and a long one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """The tasks of a path: name, command, inputs and purpose."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 communication.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 

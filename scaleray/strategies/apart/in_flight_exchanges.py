@@ -2,8 +2,6 @@
 it reaches the limit, which bounds its lead over the slowest worker it receives from. Used by strategies.gossip and
 strategies.async_sgd."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

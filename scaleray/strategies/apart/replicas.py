@@ -3,8 +3,6 @@
 Used by every strategy in which ranks hold different values of the same parameters. Each replica has equal weight in a
 mean, whatever its share of the samples. Frozen parameters never change and are not sent."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -4,8 +4,6 @@ Costs are measured again as links and gradients change: per message and per byte
 arithmetic and the part of this bucket's gradient that it loses. Ranks agree on the worst numbers of all ranks, and then
 decide alike. No source: this rule is our choice."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@ gradients. Sources: Seide et al. 2014 (1-bit SGD); Karimireddy et al. 2019, arXi
 Non-finite values stay so on every rank, since a loss scaler must see them. Every rank gets the same mean, bit by bit,
 and calls the same collectives, whose number and size do not depend on values."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from dataclasses import dataclass

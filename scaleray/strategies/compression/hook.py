@@ -3,8 +3,6 @@
 The residual of a rank is added to its next gradient (error feedback) if the method loses more than rounding. It is
 stored by parameter, since DDP rebuilds its buckets after the first step. The codecs are in `codecs`."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import weakref

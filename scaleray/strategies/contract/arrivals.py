@@ -1,7 +1,5 @@
 """Collectives of a step: the time at which this rank arrives at each, and their gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Protocol
 

@@ -3,8 +3,6 @@ Reading a device tensor waits for all work queued before it, while the host cann
 kernels loses half of its speed. So a step leaves its loss, norm and verdicts on the device, and the loop reads them
 long after they arrive. Source: PyTorch Performance Tuning Guide, "Avoid unnecessary CPU-GPU synchronization"."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

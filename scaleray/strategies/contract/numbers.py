@@ -3,8 +3,6 @@ number is a float if the host has it, and a tensor () on the device if reading i
 one-element tensor takes the CPU some microseconds, and a step has fifty: numbers that need no wait are read
 immediately."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

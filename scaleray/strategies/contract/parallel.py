@@ -1,7 +1,5 @@
 """Interface that a strategy gives to the training loop."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The stages are those of `pipeline_stages`, the order is one of torch.distributed
 a replica has the same rows, so each can call the workload's loss itself: the call ends with the worker's stage, and on
 the last stage it gives the loss. Neighbours exchange only activations and their gradients."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import deque

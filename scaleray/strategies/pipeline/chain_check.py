@@ -1,7 +1,5 @@
 """Whether a model is the chain of its blocks: all its stages on one worker, against the whole model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

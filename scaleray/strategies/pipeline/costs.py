@@ -1,7 +1,5 @@
 """Time of each block of a model, measured once, to cut the model into equally long stages."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """This worker's part of a pipelined model: its stages, shared parameters, and reassembly of the whole."""
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence

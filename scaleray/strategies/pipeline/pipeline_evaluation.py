@@ -1,7 +1,5 @@
 """Evaluation of a model with stages on several workers: each worker gets the output of the last."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any

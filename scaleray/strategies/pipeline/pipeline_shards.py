@@ -4,8 +4,6 @@ default, would gather them once per micro-batch. Gradients are reduced to the sh
 `fully_shard` lays out, gathers and reduces; its hooks, which would do so in every pass, are removed. Written against
 torch 2.13, whose private names are used as torch's own pipelines do (`perform_reduce_grad`)."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter as Counts
 from collections.abc import Callable, Iterator, Sequence

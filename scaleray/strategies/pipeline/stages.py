@@ -7,8 +7,6 @@ before the blocks may make masks or positions, code after them may pool or scale
 are. The model must be a chain: each block takes the activation as its first argument and returns the next one.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence

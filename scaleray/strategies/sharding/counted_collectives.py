@@ -1,7 +1,5 @@
 """The collectives of sharded training: counted, timed if the host waits for them, and reported to watchers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,8 +1,6 @@
 """Choose the units of a model for sharding, and the distance of gathering ahead. A unit's parameters travel in one
 collective: small units cost latency, and the whole model as one unit saves no memory."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 A parameter is a plain tensor, whole on every rank, or a DTensor cut along some axes of a device mesh. Used by
 large_batch_optimizers and pruning."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

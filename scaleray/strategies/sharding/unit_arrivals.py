@@ -1,7 +1,5 @@
 """Arrival of this rank at the collectives of FSDP's units: gathers in the forward pass, and gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -2,8 +2,6 @@
 
 Written against torch 2.13, whose private names it uses; tests/strategies/test_fsdp.py fails if they move."""
 
-from __future__ import annotations
-
 import gc
 
 import torch

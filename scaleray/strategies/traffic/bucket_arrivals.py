@@ -4,8 +4,6 @@ A communication hook in Python would see it too, but cost ten times as much: DDP
 reducing it in C++, and it could wait for the interpreter while a thread reads rows. A hook on one parameter per bucket
 does not affect DDP. A hook on the loss would see only the end of a pass, and cost as much as six."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable
 

@@ -1,7 +1,5 @@
 """Collectives on flat tensors that count their bytes, and their cost on a link."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Broadcast of many tensors in a few flat buffers of one dtype and limited size."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from functools import partial
 

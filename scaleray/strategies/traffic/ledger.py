@@ -1,7 +1,5 @@
 """Collectives started by a strategy: count, bytes and duration."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A comparison on the terminal: the runs, their differences, their measurements side by side, and the verdicts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

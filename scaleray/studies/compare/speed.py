@@ -1,7 +1,5 @@
 """Compare the steady-state step times of two sets of launches, with an interval for the noise."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field

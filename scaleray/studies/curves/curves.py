@@ -1,8 +1,6 @@
 """A scaling curve from measured points: speed-ups with intervals, fitted laws, the next doubling, and a verdict as
 text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

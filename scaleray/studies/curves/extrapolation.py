@@ -5,8 +5,6 @@ law, which repeats do not reduce. Points within a node do not show the network b
 published doublings that were the first to leave a node were wrong by 55 % (root mean square), those for 296 others by
 13 %. So no doubling beyond a node is predicted."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

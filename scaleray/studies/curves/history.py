@@ -1,7 +1,5 @@
 """History of a figure of the same training on the same machines over months, and its changes of level."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

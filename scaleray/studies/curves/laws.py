@@ -2,8 +2,6 @@
 
 With r = workers over those of the base, lambda = throughput of the base, S = throughput over lambda:"""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ A study measures every size once in a round, so a machine that is slow for a whi
 design, the mean over the points of each round's deviation is subtracted. The ratio of the remainders of two points is
 the median over the rounds of the ratio within a round."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -8,8 +8,6 @@ freedom of the smaller side, which has at least its nominal coverage for any spr
 with 10). With fewer launches nothing is called slower: the answer is `inconclusive`, with the number of launches that
 would suffice."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ the Theil-Sen line; or - the warm-up had not ended by half of the steps: it woul
 it is still more than 3 % and 3 standard deviations off; or - there are fewer than 20 steps after the warm-up: too few
 to tell."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

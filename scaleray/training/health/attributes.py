@@ -1,7 +1,5 @@
 """Attributes of modules other than parameters and buffers, which no state dict has."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections import deque

@@ -1,7 +1,5 @@
 """Durations of steps, and the speed of training in its steady state."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -3,8 +3,6 @@
 Strategies, optimizers, averages and checkpoints are made for these: a parameter that is unfrozen, added or replaced
 later would be trained on each worker alone, or be lost on resume."""
 
-from __future__ import annotations
-
 import zlib
 from typing import Any, NoReturn
 

@@ -4,8 +4,6 @@ Its functions are private, so all of them are in this file, behind one check; if
 no collectives. With gloo, torch 2.13 fills neither `state` nor the times, `retired` shows whether a collective is over,
 and the names of groups are missing: they are filled in from the groups themselves."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -3,8 +3,6 @@
 On a GPU the caching allocator reports them. The CPU's allocator keeps no records, so tensors are counted, and the
 resident memory of the process is reported as well, which includes Python, torch and the input pipeline."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

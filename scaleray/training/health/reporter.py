@@ -1,8 +1,6 @@
 """Reports of a worker during training: lines for the user, a record of each step, utilisation of its node. It makes no
 decisions."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable

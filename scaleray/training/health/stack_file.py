@@ -4,8 +4,6 @@ Two cases leave no other trace: a C++ loop that holds the interpreter's lock, so
 runs, and a process that ends by a signal, as gloo ends one that receives more than fits. The fault handler runs in C,
 without the lock."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os

@@ -1,7 +1,5 @@
 """Summary of a worker's training at its end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol

@@ -3,8 +3,6 @@
 Figures of GPUs are NVML's: cudaMemGetInfo (`torch.cuda.mem_get_info`) creates a context on every queried device,
 several hundred MB each, even on GPUs of other workers (pytorch issues 86493, 103584)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Explain an error in a worker: its source, its location, and the remedy for the user."""
 
-from __future__ import annotations
-
 import contextlib
 import traceback
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Sources read gradients and do not change them. A rank's accumulated gradient is that of the summed loss times `loss
 scale x divisor / expected count`. Multiplied by `correction`, as in the step, it is the mean gradient."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Every `noise_scale.every_steps` steps: squared norms of gradients of two sizes, one small all-reduce, two averages. The
 arithmetic is in `scaling.noise.noise_scale`; `training.noise.sources` reads the gradients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

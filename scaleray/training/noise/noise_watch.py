@@ -1,7 +1,5 @@
 """Measurement of a run's gradient noise, if enabled. A guard keeps its errors from ending the training."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from scaleray.common.watchers import Guard, Watcher

@@ -2,8 +2,6 @@
 
 For the division, small tensors are concatenated: in a small model, most of the cost is dispatching operations."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

@@ -3,8 +3,6 @@
 Nothing is sent: each rank stores its own timestamps, and `profiling/lateness.py` matches those of all ranks. On a GPU a
 timestamp is an event in a stream: that code has been reviewed, not run."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time

@@ -4,8 +4,6 @@ Not part of a training step: it runs at the end of a profiled training, and when
 see `profiler.py`. Between many ranks of several nodes only the first of each node takes part, since a node's ranks
 share its links."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

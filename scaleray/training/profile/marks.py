@@ -3,8 +3,6 @@
 On the CPU a mark is a reading of the clock. On a GPU it is an event in the stream that computes, which costs the host
 two microseconds and is read long after the device has passed it: the CUDA code has been reviewed, not run."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

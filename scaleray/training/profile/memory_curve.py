@@ -4,8 +4,6 @@ Reading the allocator's statistics costs a tenth of a millisecond, so most steps
 the system's counts for the whole process: its peak is read after a step, in ten microseconds, but not after each short
 step. The CUDA code has been reviewed, not run."""
 
-from __future__ import annotations
-
 import bisect
 import time
 from collections.abc import Iterable, Mapping, Sequence

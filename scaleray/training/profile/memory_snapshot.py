@@ -3,8 +3,6 @@
 Only on CUDA, whose allocator can report blocks. Parameters, gradients and optimizer state are recognised by their
 addresses; the other blocks are activations and temporary memory of kernels. Written and reviewed without a GPU."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

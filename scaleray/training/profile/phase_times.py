@@ -1,8 +1,6 @@
 """Time of each step on this rank by phase: each phase begins with a timestamp, and the time between two timestamps is a
 part of the step."""
 
-from __future__ import annotations
-
 import gc
 import time
 from array import array

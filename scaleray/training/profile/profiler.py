@@ -1,7 +1,5 @@
 """A run's measurements of its time, as one observer of the loop."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,8 +1,6 @@
 """Samples of a worker's state at intervals, for live displays of the run. A sample costs some tenths of a millisecond
 and is taken between two steps, without communication or waiting."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 All ranks take part in barriers, by which clocks are compared, and in finding the slowest rank. The training is not
 affected: the weights are the same to the bit."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Memory in use by a worker, in bytes: resident memory of its process, and the peak of its device or its process."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 from pathlib import Path

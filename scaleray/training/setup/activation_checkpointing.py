@@ -7,8 +7,6 @@ and attention, which are most of the arithmetic, and recomputes the cheap rest (
 arXiv:2205.05198). Losses and gradients are the same to the bit: random numbers repeat, and buffers are not updated
 twice."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Each rank averages its parameters or shards. Buffers, such as BatchNorm's statistics, are those of the trained model.
 Source: Polyak & Juditsky 1992, doi:10.1137/0330046, as torch.optim.swa_utils computes it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 Wrapping a block in another module, as torch's checkpoint_wrapper and torch.compile(module) do, puts a prefix before the
 names of its parameters, and checkpoints would no longer fit. Replacing the block's own method keeps every name."""
 
-from __future__ import annotations
-
 import inspect
 import types
 from collections.abc import Callable

@@ -6,8 +6,6 @@ hook stays outside, and all blocks of a class share one graph. Graphs, graph bre
 neither torch nor a loss curve shows that a run was not compiled. Source: Ansel et al. 2024, PyTorch 2, ASPLOS,
 doi:10.1145/3620665.3640366."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

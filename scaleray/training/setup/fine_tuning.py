@@ -4,8 +4,6 @@ An adapter is two parameters `lora_a` and `lora_b` of the layer itself, whose ow
 model without adapters still load. Called by model_setup (before and after the strategy) and, at the end, by the loop.
 Source: Hu et al. 2021, arXiv:2106.09685."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

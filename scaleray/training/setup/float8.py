@@ -6,8 +6,6 @@ there is no state to save. Sources: Micikevicius et al. 2022, FP8 formats for de
 float8 training, https://github.com/pytorch/ao/tree/main/torchao/float8. This has not been run on a GPU; tests emulate
 the rounding."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable

@@ -5,8 +5,6 @@ rank's part would be wrong, so the squared norms of all parameters are summed ov
 Used by training.setup.optimizers. Sources: You, Gitman, Ginsburg 2017, arXiv:1708.03888 (LARS); You et al. 2019,
 arXiv:1904.00962 (LAMB)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

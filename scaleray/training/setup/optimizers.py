@@ -1,7 +1,5 @@
 """The configured optimizer with the derived learning rate, and its learning-rate schedule."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Collection

@@ -3,8 +3,6 @@
 They are found by rehearsing the schedule on a copy of the optimizer that trains nothing, and again with other values. A
 rate that then changes follows the value in some way."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

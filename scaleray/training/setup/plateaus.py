@@ -1,7 +1,5 @@
 """Learning rates that follow an evaluation: torch's ReduceLROnPlateau, of the config or of the workload."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Arithmetic of a step: autocast for bf16 and fp16, dynamic loss scaling for fp16, TF32, float64 for checks."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable

@@ -6,8 +6,6 @@ are an item of the training's state, so checkpoints have them and another number
 & Gupta 2017, arXiv:1710.01878 (magnitude, schedule); Li et al. 2017, arXiv:1608.08710 (rows by norm); Mishra et al.
 2021, arXiv:2104.08378 (2:4)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 

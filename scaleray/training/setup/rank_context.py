@@ -1,7 +1,5 @@
 """Context of a worker: its rank, node, device and process groups."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 With several losses, each optimizer takes its steps with the gradients of its own loss, see
 `training.step.several_losses`."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The losses of a workload: one `loss()` in general, `losses()` by name for several optimizers, or `batch_loss()` over
 the whole batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ All ranks must save after the same step. Facts known to a single rank (the time,
 a request to stop) travel with the sums that every step reduces anyway, so all ranks decide alike without further
 communication."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The end of a training: each rank releases its set-up and saves its part of the final weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from scaleray.checkpoints.model_layout import FINAL_WEIGHTS, TRAINED_WEIGHTS

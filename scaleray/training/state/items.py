@@ -1,7 +1,5 @@
 """The items of a training's state, under names that a user understands, and their values as JSON."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """State of the loop between two steps, and its part of a checkpoint, next to the model and its optimizer."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any

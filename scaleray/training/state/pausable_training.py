@@ -3,8 +3,6 @@
 Early stopping and populations need this. The loop runs in a thread of rank 0's process and unchanged on other ranks;
 all ranks receive the decision before any of them takes another step, so stopping never interrupts a collective."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

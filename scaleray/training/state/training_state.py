@@ -3,8 +3,6 @@
 An item is tensors or small values under a name that a user understands, so that a difference after a resume can be
 traced to one of them."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -3,8 +3,6 @@
 Possible while no gradient of the step has been communicated, that is, before the last backward pass, or on one worker
 before its end."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -1,8 +1,6 @@
 """Structure of the batches that a workload's `collate` makes. It must be the same on every worker; otherwise a
 collective fails without naming the cause."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from typing import Any

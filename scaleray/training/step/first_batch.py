@@ -1,7 +1,5 @@
 """Check the rows and the loss of the first batch, before training could hide a fault."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A step that was given to the device, and its resulting numbers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Each evaluation starts from scratch. The state is gathered by the metric's own rules, so that a ranking such as AUROC
 covers all rows together, however they are divided."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Peak memory grows nearly in a straight line with the micro-batch, so two small t
 out of memory, which ranks in the middle of a collective could not agree on, is the exception. The result was tried on
 all ranks together."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math

@@ -1,7 +1,5 @@
 """A worker's rows of a step, divided into micro-batches on the device, in the workload's form."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

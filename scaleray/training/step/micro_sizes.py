@@ -1,7 +1,5 @@
 """Rows of a micro-batch if they differ from the config's: found by trials, or halved when memory ran out."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

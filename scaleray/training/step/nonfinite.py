@@ -1,7 +1,5 @@
 """Handling of steps whose loss or gradient is not finite: `on_nonfinite` raise, stop or skip."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

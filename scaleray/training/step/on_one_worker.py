@@ -3,8 +3,6 @@
 A recipe that trains on one worker must not fail on two because of how its loss uses the model. The check of the first
 batch uses this for the strategy that the config names."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 `metrics(model, batch)` and `loss(model, batch)` are the user's, and each calls the model. If the second call has the
 same rows, it gets the result of the first: in evaluation mode the model computes the same from them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The pair that every loss and metric returns: a sum, and the number of samples or tokens that it was summed over."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

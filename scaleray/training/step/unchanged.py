@@ -1,7 +1,5 @@
 """Trial passes, after which model and workload are restored."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterator

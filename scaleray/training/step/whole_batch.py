@@ -5,8 +5,6 @@ each micro-batch then has the loss `sum(outputs * gradient)`, whose gradient wit
 of the whole one. With several micro-batches a worker, the forward passes run without gradients first and then again
 with them (gradient caching: Gao et al., 2021, arXiv:2101.06983)."""
 
-from __future__ import annotations
-
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping

@@ -3,8 +3,6 @@
 Under strategies that shard parameters every pass of one worker needs the others. The passes of an evaluation by
 generation depend on its rows; so each worker gets the current weights whole, for the duration of the evaluation."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -10,8 +10,6 @@ that communicates in its own loss is measured with the wait.
 The fixed part of a micro-batch's time makes a speed depend on the share it was measured at. The shares still converge
 correctly: they are stable only when all workers finish together."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ If several classes would look alike, the caller repeats both runs without one pa
 `experiments.from_experiment`, or, if it could decompose the gradient by worker and micro-batch,
 `gradient_shares.from_shares`."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """Diagnosis by experiment: the part to remove from both runs, and the class of cause if they then agree."""
 
-from __future__ import annotations
-
 from scaleray.records.certificate import Divergence
 from scaleray.verification.causes.cause_classes import Cause, Finding, Layout, count_finding
 from scaleray.verification.traces.run_trace import Trace

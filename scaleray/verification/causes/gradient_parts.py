@@ -4,8 +4,6 @@ Each rank computes the gradients of its own micro-batches again, on a plain mode
 gradient is then expressed as a mixture of them, by least squares. Of several losses only the first is used, which
 starts from the same weights as the step. Used by step_trace when a step's gradient is questioned."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Diagnosis by a gradient's values, if it is not a mixture of its micro-batches' gradients: the relation of each
 parameter's values to the right ones."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Checks of a workload's data: the first batch, whether rows repeat, and how fast they are read."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any

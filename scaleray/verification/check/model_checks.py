@@ -1,7 +1,5 @@
 """Checks of a workload's model, loss, gradients and metrics with one batch, as its training uses it."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping

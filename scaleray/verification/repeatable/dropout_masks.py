@@ -2,8 +2,6 @@
 
 Masks themselves are not compared: two workers that draw from the same generator state draw the same mask."""
 
-from __future__ import annotations
-
 import math
 
 from scaleray.config.parallel import Degrees

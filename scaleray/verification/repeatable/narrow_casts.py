@@ -1,7 +1,5 @@
 """Casts in a workload's own code that leave float64, such as `.float()`, and make a comparison in it meaningless."""
 
-from __future__ import annotations
-
 import contextlib
 import traceback
 from collections.abc import Mapping

@@ -2,8 +2,6 @@
 
 Pure functions of a job, so that every worker and the single process make the same jobs."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

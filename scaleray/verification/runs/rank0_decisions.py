@@ -1,7 +1,5 @@
 """Decisions of rank 0, which compares alone and is followed by all ranks; and errors that occurred on all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar

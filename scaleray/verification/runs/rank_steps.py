@@ -1,7 +1,5 @@
 """A step as each rank recorded it, and the joint trace of the step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A probe that records the trace of a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import pickle

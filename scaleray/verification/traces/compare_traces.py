@@ -3,8 +3,6 @@
 Used by verification.variants, for single process against strategy, and for any other pair of runs; with a bound of 0
 they must agree to the bit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 

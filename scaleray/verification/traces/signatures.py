@@ -1,7 +1,5 @@
 """Signatures, which show whether two tensors differ and by how much, and the number format that a tensor fits."""
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Reason why a variant differs from the training of one process. Found in their traces, in runs with a part removed, or
 in the decomposed gradient."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from functools import partial

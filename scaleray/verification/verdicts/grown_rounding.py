@@ -4,8 +4,6 @@ A normalisation over two values, or a division by a gradient near zero, makes 1e
 difference that grows so in one process also grows from another order of sums, and is no mistake of a strategy. A model
 that computes a part in float32 rounds to its digits: then the last digit of float32 is changed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -4,8 +4,6 @@ Replicas that train apart do not equal one process. But their exchanges are line
 are linear, too, so a mean of tensors has the mean of their signatures, and every exchange can be recomputed from the
 replicas before it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ the distance of one process in this precision from one in float64; another order
 times that, or by a rounding for each summed part. A gradient sent in fewer digits differs by far more, or has visibly
 fewer digits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

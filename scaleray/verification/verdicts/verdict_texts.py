@@ -1,7 +1,5 @@
 """Verdicts of verify that need no run: on decomposed gradients, differences beyond rounding, and failed runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 
