@@ -395,14 +395,14 @@ def brings_schedule(workload: Any) -> bool:
 
 
 def _import_file(target: str, base_dir: Path | None) -> ModuleType:
-    places = [Path(target)] if base_dir is None or Path(target).is_absolute() else [Path(target), base_dir / target]
-    path = next((p.resolve() for p in places if p.is_file()), None)
+    candidates = [Path(target)] if base_dir is None or Path(target).is_absolute() else [Path(target), base_dir / target]
+    path = next((p.resolve() for p in candidates if p.is_file()), None)
     if path is None:
         raise WorkloadError(
             "workload file",
             target,
             "it does not exist",
-            "looked in: " + ", ".join(str(p.parent.resolve()) for p in places),
+            "looked in: " + ", ".join(str(p.parent.resolve()) for p in candidates),
         )
     module_name = path.stem
     loaded = sys.modules.get(module_name)

@@ -12,7 +12,7 @@ from scaleray.common import own_folder
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    monkeypatch.setattr(own_folder, "short_place", lambda: tmp_path)
+    monkeypatch.setattr(own_folder, "short_path", lambda: tmp_path)
     own_folder._folder_of_this_process.cache_clear()
     yield tmp_path
     own_folder._folder_of_this_process.cache_clear()

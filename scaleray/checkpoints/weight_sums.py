@@ -74,11 +74,11 @@ def check_manifest(folder: Store, manifest: Manifest, recorded: Mapping[str, Any
 
 def check_file(path: str) -> None:
     """Check the hash of a local file if it contains final weights. Raises CheckpointError, see `check_weights`."""
-    place = Path(path).absolute()
-    if (place.parent / SUMS).is_file():
-        check_weights(Store(str(place.parent.parent)), [f"{place.parent.name}/{place.name}"])
-    elif place.name in map(plain_file, (FINAL_WEIGHTS, TRAINED_WEIGHTS, ADAPTERS)):
-        check_weights(Store(str(place.parent)), [place.name])
+    file = Path(path).absolute()
+    if (file.parent / SUMS).is_file():
+        check_weights(Store(str(file.parent.parent)), [f"{file.parent.name}/{file.name}"])
+    elif file.name in map(plain_file, (FINAL_WEIGHTS, TRAINED_WEIGHTS, ADAPTERS)):
+        check_weights(Store(str(file.parent)), [file.name])
 
 
 def _values(run: Store, name: str) -> Any:

@@ -32,15 +32,15 @@ def shared_filesystem(path: Path) -> str:
     import psutil
 
     mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
-    kind = next((mounts[place] for place in [path, *path.parents] if place in mounts), "")
+    kind = next((mounts[mount] for mount in [path, *path.parents] if mount in mounts), "")
     return kind if kind.removeprefix("fuse.") in SHARED else ""
 
 
 def is_shared(folder: Path) -> bool:
     """Whether a local folder is meant to be read by other users: it, or its parent, is writable by a group or belongs
     to another user, or it is on a network filesystem."""
-    for place in (folder, folder.parent):
-        about = place.stat()
+    for directory in (folder, folder.parent):
+        about = directory.stat()
         if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH | stat.S_ISGID) or about.st_uid != os.geteuid():
             return True
     return bool(shared_filesystem(folder))
@@ -57,16 +57,16 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def files_below(folder: Path) -> Iterator[Path]:
     """Yield the files in and below a folder, including those of linked folders and excluding hidden ones."""
     above = {str(folder): [os.path.realpath(folder)]}
-    for place, folders, files in os.walk(folder, followlinks=True):
-        within = above.pop(place)
+    for directory, folders, files in os.walk(folder, followlinks=True):
+        within = above.pop(directory)
         folders[:] = [f for f in folders if not f.startswith(".")]
         for inner in list(folders):
-            real = os.path.realpath(os.path.join(place, inner))
+            real = os.path.realpath(os.path.join(directory, inner))
             if real in within:
                 folders.remove(inner)  # a link to a parent folder
             else:
-                above[os.path.join(place, inner)] = [*within, real]
-        yield from (Path(place, f) for f in files if not f.startswith("."))
+                above[os.path.join(directory, inner)] = [*within, real]
+        yield from (Path(directory, f) for f in files if not f.startswith("."))
 
 
 def lock(file: IO[Any], *, waits: bool = False, is_shared: bool = False) -> bool:

@@ -20,7 +20,7 @@ NAMES = 8
 """Most names tried for the folder."""
 
 
-def short_place() -> Path:
+def short_path() -> Path:
     """Folder for temporary files with short paths: those of sockets are limited to 107 characters."""
     return Path("/tmp") if Path("/tmp").is_dir() else Path(tempfile.gettempdir())
 
@@ -29,11 +29,11 @@ def own_folder() -> Path:
     """Return the folder, with mode 0700, which is the same for all processes of this user. If another user has taken
     its name, the next name is used, and if none is free, a folder of this process.
     """
-    place = short_place()
+    parent = short_path()
     if sys.platform == "win32":
         return Path(tempfile.gettempdir())  # of this user there
     for suffix in ("", *(f"-{number}" for number in range(1, NAMES))):
-        folder = place / f"scaleray-{os.getuid()}{suffix}"
+        folder = parent / f"scaleray-{os.getuid()}{suffix}"
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         about = folder.lstat()
@@ -41,25 +41,25 @@ def own_folder() -> Path:
             if stat.S_IMODE(about.st_mode) != 0o700:
                 folder.chmod(0o700)
             return folder
-    return _folder_of_this_process(place)
+    return _folder_of_this_process(parent)
 
 
 def cache_folder(name: str) -> Path:
     """Return a private folder of this user on a disk, below XDG_CACHE_HOME or ~/.cache; or in `own_folder`, which may
     be in memory, if that cannot be written."""
     try:
-        place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scaleray" / name
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=place).close()
+        parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scaleray" / name
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=parent).close()
     except (OSError, RuntimeError):  # no home, or a read-only one
-        place = own_folder() / name
-        place.mkdir(mode=0o700, exist_ok=True)
-    return place
+        parent = own_folder() / name
+        parent.mkdir(mode=0o700, exist_ok=True)
+    return parent
 
 
 @functools.cache
-def _folder_of_this_process(place: Path) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="scaleray-", dir=place))
+def _folder_of_this_process(parent: Path) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="scaleray-", dir=parent))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 

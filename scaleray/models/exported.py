@@ -278,8 +278,8 @@ def write_folder(
     if adapter and settings.lora_rank:
         chosen = _with_adapters(trained, choice)
         base = getattr(made, "folder", None)
-        write: Callable[[Path], None] = lambda place: write_adapter(
-            chosen.tensors, place, alpha=settings.lora_alpha, whole=settings.trained_whole, base=base
+        write: Callable[[Path], None] = lambda target_folder: write_adapter(
+            chosen.tensors, target_folder, alpha=settings.lora_alpha, whole=settings.trained_whole, base=base
         )
     else:
         with stage("reading the weights"):
@@ -288,7 +288,7 @@ def write_folder(
         tensors = fine_tuning.merged(chosen.tensors, settings) if has_adapters else chosen.tensors
         method = _export_of(made)
         more = {"adapter": True} if adapter else {}
-        write = lambda place: method(tensors, place, **more)
+        write = lambda target_folder: method(tensors, target_folder, **more)
     return chosen, _write(write, target)
 
 
@@ -325,8 +325,8 @@ def _write(write: Callable[[Path], None], target: Path) -> Path | None:
     """Write the folder and rename a previous one, which may have other files than an export: returns its new name."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as place:
-            made = Path(place) / "new"
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as parent:
+            made = Path(parent) / "new"
             with stage("writing the folder"):
                 call_user_code(lambda: write(made), what="export()", doing="writing the folder")
             former = set_aside(target)

@@ -38,17 +38,17 @@ def fetch_model(name: str, *, uri: str | None = None) -> Path:
         allowed = "it was not made by scaleray promote and does not state its source"
         raise TrackingError("the model", str(named), allowed, "MLflow itself loads it: mlflow.pyfunc.load_model")
     models = cache_folder("models")
-    if (place := _whole(models, version)) is not None:
-        return place / MODEL
+    if (copy := _whole(models, version)) is not None:
+        return copy / MODEL
     with tempfile.TemporaryDirectory(dir=models) as folder:
         found = registry.download(version, Path(folder))
         if wrong := changes(found, version):
             text = f"has files that changed since its promotion: {'; '.join(wrong[:3])}"
             raise TrackingError.problem(f"the model {named}", text, f"scaleray promote --verify {named}")
         # another process may have fetched it meanwhile, and reads it: nothing is replaced
-        place = _whole(models, version) or found.rename(models / f"{_digest(version)}-{Path(folder).name}")
+        copy = _whole(models, version) or found.rename(models / f"{_digest(version)}-{Path(folder).name}")
     _remove_unused(models)
-    return place / MODEL
+    return copy / MODEL
 
 
 def check_served(packed: Path, *, uri: str | None) -> None:
@@ -76,20 +76,20 @@ def _digest(version: ModelVersion) -> str:
 
 def _whole(models: Path, version: ModelVersion) -> Path | None:
     """A complete folder of a version's files, marked as used now; None if there is none."""
-    for place in sorted(models.glob(f"{_digest(version)}-*")) if _digest(version) else ():
-        if not changes(place, version):
-            os.utime(place)
-            return place
+    for copy in sorted(models.glob(f"{_digest(version)}-*")) if _digest(version) else ():
+        if not changes(copy, version):
+            os.utime(copy)
+            return copy
     return None
 
 
 def _remove_unused(models: Path) -> None:
     """Remove models and interrupted downloads that were not used for a day, except for the newest ones."""
     with contextlib.suppress(FileNotFoundError):  # another process removes them
-        used = sorted((place.stat().st_mtime, place) for place in models.iterdir())
-        for at, place in used[:-KEPT]:
+        used = sorted((copy.stat().st_mtime, copy) for copy in models.iterdir())
+        for at, copy in used[:-KEPT]:
             if time.time() - at > UNUSED_S:
-                shutil.rmtree(place, ignore_errors=True)
+                shutil.rmtree(copy, ignore_errors=True)
 
 
 def changes(folder: Path, version: ModelVersion | None) -> list[str]:

@@ -47,8 +47,8 @@ def packed_module(folder: Path, target: str) -> ModuleType:
 
 def installed_module(target: str) -> ModuleType:
     """Import a module of an installed package. Raises ImportError for one that is somewhere else."""
-    if (place := _outside(target.partition(".")[0])) is not None:
-        raise ImportError(f"{target} is in {place}, but was in an installed package when the model was promoted")
+    if (location := _outside(target.partition(".")[0])) is not None:
+        raise ImportError(f"{target} is in {location}, but was in an installed package when the model was promoted")
     return importlib.import_module(target)
 
 
@@ -109,8 +109,8 @@ class Imports:
         first = name.partition(".")[0]
         if first in self.own:
             return f"{self.package}.{name}"
-        if (place := _outside(first)) is not None:
-            raise ImportError(f"{name} is from {place}, not from the packed model or an installed package")
+        if (location := _outside(first)) is not None:
+            raise ImportError(f"{name} is from {location}, not from the packed model or an installed package")
         return name
 
 
@@ -184,10 +184,10 @@ def _refuse_others(folder: Path) -> None:
     own = _own(folder)
     for file in sorted(folder.rglob("*.py")):
         for name in _imported(ast.parse(file.read_bytes(), filename=str(file))):
-            if name not in own and (place := _outside(name)) is not None:
+            if name not in own and (location := _outside(name)) is not None:
                 raise WorkloadError.problem(
                     f"the import of {name} in {file.name}",
-                    f"leads to {place}: a packed model includes only modules in its own folder and installed packages",
+                    f"leads to {location}: a packed model includes only modules in its folder and installed packages",
                     f"move {name} into the folder of the workload's file, or install it",
                 )
 
@@ -212,5 +212,5 @@ def _outside(name: str) -> str | None:
         return None
     if found is None:
         return None
-    places = [found.origin] if found.has_location else list(found.submodule_search_locations or ())
-    return next((str(place) for place in places if place is not None and not is_installed(place)), None)
+    locations = [found.origin] if found.has_location else list(found.submodule_search_locations or ())
+    return next((str(location) for location in locations if location is not None and not is_installed(location)), None)

@@ -72,9 +72,9 @@ def check_out(out: str | Path, *, overwrite: bool) -> str:
     path = absolute_path(str(out))
     if _ending(path) not in ENDINGS:
         raise UsageError("--out", without_password(path), f"its name must end in {' or '.join(ENDINGS)}")
-    place = Store(path)
+    target = Store(path)
     try:
-        exists = place.parent.size(place.name) is not None
+        exists = target.parent.size(target.name) is not None
     except (OSError, ValueError) as exc:
         raise StorageError("--out", without_password(path), f"it cannot be reached: {first_line(exc)}") from exc
     if exists and not overwrite:
@@ -86,9 +86,9 @@ def check_out(out: str | Path, *, overwrite: bool) -> str:
 def opened(path: str) -> Iterator[AnswersFile]:
     """The file to write, at a path from `check_out`. Raises StorageError; after an error, an existing local file is
     unchanged."""
-    place = Store(path)
+    target = Store(path)
     try:
-        with place.parent.writing(place.name) as stream:
+        with target.parent.writing(target.name) as stream:
             file = AnswersFile(stream, _ending(path))
             try:
                 yield file

@@ -68,11 +68,11 @@ class Unlabelled:
 
 def _repeated(examples: Any, num_rows: int, *, other: bool) -> Any:
     """The first example, or a different one, in every row."""
-    place = 0
+    index = 0
     if other:
         first = examples[0]
-        place = next((n for n in range(len(examples)) if not np.array_equal(examples[n], first)), 0)
-    return examples[np.full(num_rows, place)]
+        index = next((n for n in range(len(examples)) if not np.array_equal(examples[n], first)), 0)
+    return examples[np.full(num_rows, index)]
 
 
 def _same(left: Any, right: Any) -> bool:
@@ -212,8 +212,10 @@ def as_table(answers: Mapping[str, Any], failed: Sequence[Exception | None], kep
     import pyarrow as pa
 
     good = np.cumsum([error is None for error in failed]) - 1
-    place = pa.array([int(at) if error is None else None for at, error in zip(good, failed, strict=True)], pa.int64())
-    columns = {**kept, **{name: values.take(place) for name, values in answers.items()}}
+    positions = pa.array(
+        [int(at) if error is None else None for at, error in zip(good, failed, strict=True)], pa.int64()
+    )
+    columns = {**kept, **{name: values.take(positions) for name, values in answers.items()}}
     reasons = [None if error is None else _reason(error) for error in failed]
     return pa.table({**columns, FAILED: pa.array(reasons, pa.string())})
 

@@ -14,7 +14,7 @@ from scaleray.errors import TrackingError, UsageError, WorkloadError, first_line
 from scaleray.models.fetched import fetch_model
 from scaleray.models.packed_code import installed_module, packed_module
 from scaleray.models.registry import MODEL_URI
-from scaleray.recording.find_record import FoundRun, find_run, places_of, record_of
+from scaleray.recording.find_record import FoundRun, find_run, locations_of, record_of
 from scaleray.recording.store import named_or_in_use, resolve_uri
 from scaleray.records.run_record import RunRecord
 from scaleray.workload import build_workload, load_workload
@@ -58,9 +58,9 @@ def find_trained(run: str | Path, *, uri: str | None = None) -> TrainedRun:
     if run.startswith(MODEL_URI):
         uri = resolve_uri(uri)  # the user named a model in it
         run = str(fetch_model(run, uri=uri))
-    for place in places_of(run):
-        if (about := _note(place)) is not None:
-            return _checked(place, _with_uri(about, uri))
+    for location in locations_of(run):
+        if (about := _note(location)) is not None:
+            return _checked(location, _with_uri(about, uri))
     return trained_of(find_run(run, uri=uri), uri=uri)
 
 
@@ -71,8 +71,8 @@ def trained_of(found: FoundRun, *, uri: str | None = None) -> TrainedRun:
         raise TrackingError(
             "RUN", found.where, "it is a study or sweep, which has no model", "name one of its trainings"
         )
-    if found.place is not None and (about := _note(found.place)) is not None:
-        return _checked(found.place, _with_uri(about, uri), record)
+    if found.location is not None and (about := _note(found.location)) is not None:
+        return _checked(found.location, _with_uri(about, uri), record)
     # what MLflow knows lies where the run wrote it, or among its artifacts
     folder = Store(record.run_dir)
     about = _note(folder) or {
@@ -109,10 +109,10 @@ def workload_of(run: TrainedRun, given: Any = None) -> Any:
         ) from exc
 
 
-def _note(place: Store) -> dict[str, Any] | None:
+def _note(location: Store) -> dict[str, Any] | None:
     """The run.json of a folder; None if it cannot be read."""
     try:
-        about = load_json(inert_json(place.read(NOTE)))
+        about = load_json(inert_json(location.read(NOTE)))
     except (OSError, ValueError):
         return None
     return about if isinstance(about, dict) and isinstance(about.get("config"), dict) else None

@@ -58,12 +58,12 @@ PARENT_TAG = "mlflow.parentRunId"
 class FoundRun:
     """A record and its location. steps: the text of steps.csv of a training, None without one.
 
-    place: its folder; None for a run in MLflow alone. evaluations: (step, value) by metric. alerts: the text of
+    location: its folder; None for a run in MLflow alone. evaluations: (step, value) by metric. alerts: the text of
     alerts.jsonl of a training, None without one."""
 
     record: AnyRecord
     where: str
-    place: Store | None = None
+    location: Store | None = None
     steps: str | None = None
     evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     alerts: str | None = None
@@ -71,7 +71,7 @@ class FoundRun:
     @property
     def folder(self) -> Path | None:
         """Its folder, if that is local."""
-        return Path(self.place.root) if self.place is not None and self.place.is_local else None
+        return Path(self.location.root) if self.location is not None and self.location.is_local else None
 
 
 def find_run(run: str, *, uri: str | None = None) -> FoundRun:
@@ -79,12 +79,14 @@ def find_run(run: str, *, uri: str | None = None) -> FoundRun:
     default storage path, or an id or name in MLflow.
 
     uri: MLflow's; None: scaleray's own. Raises TrackingError if there is none, or if it has no record."""
-    for place in places_of(run):
+    for location in locations_of(run):
         with contextlib.suppress(OSError, ValueError):
-            text, where = place.read(FILE), without_password(place.root)
+            text, where = location.read(FILE), without_password(location.root)
             record = record_of(text, where=f"{where}/{FILE}")
-            steps = text_of(place, STEPS) if isinstance(record, RunRecord) else None
-            return _with_evaluations(FoundRun(record, where, place, steps, alerts=text_of(place, ALERTS_FILE)), uri)
+            steps = text_of(location, STEPS) if isinstance(record, RunRecord) else None
+            return _with_evaluations(
+                FoundRun(record, where, location, steps, alerts=text_of(location, ALERTS_FILE)), uri
+            )
     return _with_evaluations(_in_mlflow(run, resolve_uri(uri)), uri)
 
 
@@ -98,7 +100,7 @@ def record_of(text: str | bytes, *, where: str) -> AnyRecord:
         ) from exc
 
 
-def places_of(run: str) -> list[Store]:
+def locations_of(run: str) -> list[Store]:
     """Folders to which `run` may refer: itself, the folder of that record.json, or one of this name in the storage
     path."""
     if "://" in run:
@@ -110,10 +112,10 @@ def places_of(run: str) -> list[Store]:
     return found
 
 
-def text_of(place: Store, name: str) -> str | None:
+def text_of(location: Store, name: str) -> str | None:
     """Text of a file, whose damaged lines readers skip; None if there is none."""
     with contextlib.suppress(OSError):
-        return place.read(name).decode(errors="replace")
+        return location.read(name).decode(errors="replace")
     return None
 
 

@@ -88,11 +88,11 @@ def _sent(store: RunStore, operation: Operation, known: Mapping[str, int], folde
         operation = operation.after(known)
     if isinstance(operation, LogArtifact):
         home, named = folder.resolve(), Path(operation.path)
-        places = (place.resolve() for place in (named, home / named.name))  # the run may have been moved
-        place = next((place for place in places if place.exists() and home in place.parents), None)
-        if place is None:
+        candidates = (file.resolve() for file in (named, home / named.name))  # the run may have been moved
+        file = next((file for file in candidates if file.exists() and home in file.parents), None)
+        if file is None:
             return [f"{shown(operation)}: it is not in {home}"]
-        operation = dataclasses.replace(operation, path=str(place))
+        operation = dataclasses.replace(operation, path=str(file))
     try:
         store.send(operation)
     except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class

@@ -6,7 +6,7 @@ from dataclasses import replace
 import study_examples
 
 from scaleray.recording import store
-from scaleray.recording.find_record import find_run, places_of
+from scaleray.recording.find_record import find_run, locations_of
 from scaleray.records.mlflow_operations import LogMetrics
 
 
@@ -56,4 +56,4 @@ def test_the_course_of_evaluations_of_an_older_record_comes_from_the_mlflow_in_u
 
 def test_a_name_is_looked_for_where_the_environment_says_that_runs_lie(tmp_path, monkeypatch):
     monkeypatch.setenv("SCALERAY_CHECKPOINT__STORAGE_PATH", str(tmp_path))
-    assert places_of("mine")[-1].root == str(tmp_path / "mine")
+    assert locations_of("mine")[-1].root == str(tmp_path / "mine")

@@ -63,7 +63,7 @@ def test_loopback_is_what_no_other_machine_can_have(host, expected):
 
 
 def test_the_users_folder_is_closed_again_and_never_one_that_is_not_the_users(monkeypatch, tmp_path):
-    monkeypatch.setattr(place, "short_place", lambda: tmp_path)
+    monkeypatch.setattr(place, "short_path", lambda: tmp_path)
     folder = own_folder()
     folder.chmod(0o777)
     assert own_folder() == folder and stat.S_IMODE(folder.stat().st_mode) == 0o700

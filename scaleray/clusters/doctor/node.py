@@ -74,11 +74,11 @@ def disk_of(use: str, path: str) -> DiskSeen | None:
     """Free space at a folder that exists or would be created; None for a bucket."""
     if "://" in path:
         return None
-    place = Path(path)
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    folder = Path(path)
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
     try:
-        usage = shutil.disk_usage(place)
+        usage = shutil.disk_usage(folder)
     except OSError:
         return None
     return DiskSeen(use=use, path=path, free_bytes=usage.free, total_bytes=usage.total)

@@ -203,12 +203,13 @@ class SlurmJobs:
     ) -> str:
         """Unpack the code in its own folder, and queue the batch script in it; return the job's number. words:
         arguments of the script. command: of scaleray, with arguments."""
-        place = self._path(name)
+        folder = self._path(name)
         python = f"{self.cluster.environment.rstrip('/')}/bin/python" if self.cluster.environment else "python3"
         unpacked = self._shell(
-            f"umask 077; test ! -e {place} || {{ echo 'File exists' >&2; exit 1; }}\n"
-            f"mkdir -p {place} && cd {place} && cat >{place}.zip && {shlex.quote(python)} -m zipfile -e {place}.zip . "
-            f"&& rm {place}.zip || {{ code=$?; cd /; rm -rf {place} {place}.zip; exit $code; }}",
+            f"umask 077; test ! -e {folder} || {{ echo 'File exists' >&2; exit 1; }}\n"
+            f"mkdir -p {folder} && cd {folder} && cat >{folder}.zip "
+            f"&& {shlex.quote(python)} -m zipfile -e {folder}.zip . && rm {folder}.zip "
+            f"|| {{ code=$?; cd /; rm -rf {folder} {folder}.zip; exit $code; }}",
             given=package,
         )
         if unpacked.code:
@@ -216,16 +217,16 @@ class SlurmJobs:
         said = self._shell("bash -s", given=self._queueing(name, words, command, secrets).encode())
         found = re.search(r"^scaleray-job (\d+)", said.out, re.M)
         if said.code or found is None:
-            self._shell(f"rm -rf {place}")
+            self._shell(f"rm -rf {folder}")
             self._refuse(said)
         return found[1]
 
     def _queueing(self, name: str, words: Sequence[str], command: str, secrets: Mapping[str, str]) -> str:
         """Shell script that queues a job. It is sent through a pipe, so that the list of processes shows no values."""
-        place, cluster = self._path(name), self.cluster
+        folder, cluster = self._path(name), self.cluster
         names = [*PASSED_ON, *secrets]
         storage = f"{cluster.folder.rstrip('/')}/runs"
-        lines = ["set -eu", "umask 077", f"cd {place}"]
+        lines = ["set -eu", "umask 077", f"cd {folder}"]
         given = {"SCALERAY_CHECKPOINT__STORAGE_PATH": storage, **secrets, "SUBCOMMAND": command}
         lines += [f"export {key}={shlex.quote(value)}" for key, value in given.items()]
         if cluster.environment:
@@ -242,7 +243,7 @@ class SlurmJobs:
             f"--export={','.join(dict.fromkeys(names))}",
         ]
         queued = shlex.join(["sbatch", *options, SCRIPT, *words])
-        lines += [f"job=$({queued})", f'echo "${{job%%;*}}" >{place}.id', 'echo "scaleray-job ${job%%;*}"']
+        lines += [f"job=$({queued})", f'echo "${{job%%;*}}" >{folder}.id', 'echo "scaleray-job ${job%%;*}"']
         return "\n".join(lines) + "\n"
 
     def job(self, name: str) -> JobNow:
@@ -289,11 +290,11 @@ class SlurmJobs:
     def stop(self, name: str) -> None:
         """Stop a job: a running training saves first; the second time ends it immediately."""
         name, number = self._found(name)
-        place = self._path(name)
+        folder = self._path(name)
         said = self._shell(
-            f'if [ "$(squeue --noheader --jobs={number} --format=%T)" = RUNNING ] && [ ! -e {place}.stop ]; then\n'
-            f"  touch {place}.stop && scancel --signal=USR1 --batch {number}\n"
-            f"else touch {place}.stop && scancel {number}; fi"
+            f'if [ "$(squeue --noheader --jobs={number} --format=%T)" = RUNNING ] && [ ! -e {folder}.stop ]; then\n'
+            f"  touch {folder}.stop && scancel --signal=USR1 --batch {number}\n"
+            f"else touch {folder}.stop && scancel {number}; fi"
         )
         if said.code:
             self._refuse(said)

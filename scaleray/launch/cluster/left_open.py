@@ -80,11 +80,11 @@ class LeftOpen:
 
     def _is_free(self) -> bool:
         """Whether no other process writes to the run's folder."""
-        if not os.path.exists(place := f"{self.folder}/.lock"):
+        if not os.path.exists(lock_file := f"{self.folder}/.lock"):
             return True
         deadline = time.monotonic() + LOCK_S
         while True:
-            with contextlib.suppress(OSError), open(place, "a") as file:
+            with contextlib.suppress(OSError), open(lock_file, "a") as file:
                 if lock(file):
                     return True
             if time.monotonic() > deadline:
@@ -112,10 +112,10 @@ def end_processes(folder: str | None, logs: str | None = None) -> None:
 def _writing_to(logs: str | None) -> set[psutil.Process]:
     """Agents and workers that write to this folder. Their titles replace their environments, and once their raylet has
     ended they have no marked ancestor."""
-    found, place = set(), f"{os.path.realpath(logs)}/" if logs else ""
+    found, log_folder = set(), f"{os.path.realpath(logs)}/" if logs else ""
     for process in psutil.process_iter() if logs else ():
         with contextlib.suppress(psutil.Error, OSError):
             is_rays = process.name().startswith("ray::")
-            if is_rays and any(file.path.startswith(place) for file in process.open_files()):
+            if is_rays and any(file.path.startswith(log_folder) for file in process.open_files()):
                 found.add(process)
     return found

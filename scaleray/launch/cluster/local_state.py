@@ -16,7 +16,7 @@ from typing import ClassVar
 import psutil
 from pydantic import ConfigDict, TypeAdapter
 
-from scaleray.common.own_folder import own_folder, short_place
+from scaleray.common.own_folder import own_folder, short_path
 from scaleray.errors import ClusterError, UsageError
 
 PREFIX = "c-"
@@ -178,11 +178,11 @@ def _place() -> Path:
     """Private folder of this user, which every later command must find. Raises ClusterError if another user has taken
     its name."""
     found = own_folder()
-    if hasattr(os, "getuid") and found != short_place() / f"scaleray-{os.getuid()}":
+    if hasattr(os, "getuid") and found != short_path() / f"scaleray-{os.getuid()}":
         with contextlib.suppress(OSError):  # something else of this user is in it
             found.rmdir()
         raise ClusterError(
-            str(short_place() / f"scaleray-{os.getuid()}"),
+            str(short_path() / f"scaleray-{os.getuid()}"),
             "owned by another user",
             "it keeps the list of this user's clusters",
             "its owner or root can remove it",

@@ -92,14 +92,14 @@ def stop(*, keeps_logs: bool = False) -> None:
     driver_guard.note_ray()
 
 
-def _remove_old_sessions(place: Path) -> None:
+def _remove_old_sessions(parent: Path) -> None:
     """Remove folders of sessions that ended long ago, and a link to a session whose folder is gone."""
-    for folder in place.glob("session_2*"):
+    for folder in parent.glob("session_2*"):
         with contextlib.suppress(OSError, ValueError):
             is_old = time.time() - folder.stat().st_mtime > KEPT_S
             if is_old and not psutil.pid_exists(int(folder.name.rpartition("_")[2])):
                 shutil.rmtree(folder, ignore_errors=True)
-    latest = place / "session_latest"
+    latest = parent / "session_latest"
     if latest.is_symlink() and not latest.exists():
         latest.unlink(missing_ok=True)
 
@@ -107,8 +107,8 @@ def _remove_old_sessions(place: Path) -> None:
 def ray_folder() -> str:
     """Folder of Ray's sockets, logs and packages. Ray lets all users write to it, so it is inside a private folder of
     this user; RAY_TMPDIR takes precedence."""
-    place = os.environ.get("RAY_TMPDIR")
-    return f"{place}/ray" if place else f"{own_folder()}/ray"
+    parent = os.environ.get("RAY_TMPDIR")
+    return f"{parent}/ray" if parent else f"{own_folder()}/ray"
 
 
 def free_port() -> int:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scaleray.common.own_folder import short_place
+from scaleray.common.own_folder import short_path
 from scaleray.common.private_parts import FORKED_WORKERS
 from scaleray.launch.cluster import ray_settings
 
@@ -86,7 +86,7 @@ class WorkerTemplate:
 
 def short_folder() -> Path:
     """A new private folder for sockets, whose paths hold at most 107 characters."""
-    return Path(tempfile.mkdtemp(prefix="sr-", dir=short_place()))
+    return Path(tempfile.mkdtemp(prefix="sr-", dir=short_path()))
 
 
 def is_possible() -> bool:

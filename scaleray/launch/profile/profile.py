@@ -22,7 +22,7 @@ from scaleray.launch.run.train_options import TrainOptions
 from scaleray.launch.session.config_argument import Config, resolved
 from scaleray.profiling.verdict.findings import Limit, Verdict
 from scaleray.profiling.verdict.of_run import FIRST_STEPS, verdict_of_run
-from scaleray.recording.find_record import find_run, places_of
+from scaleray.recording.find_record import find_run, locations_of
 from scaleray.records.json_record import jsonable
 from scaleray.records.read import FILE as RECORD
 from scaleray.records.run_record import RunRecord, Say, Show
@@ -153,12 +153,12 @@ def _profiled(record: RunRecord) -> Profiled:
 
 def _check_has_ended(run: str) -> None:
     """Refuse a run that has not ended: its record is written at its end."""
-    for place in places_of(run):
+    for location in locations_of(run):
         with contextlib.suppress(OSError, ValueError):
-            if place.size(ABOUT) is not None and place.size(RECORD) is None:
+            if location.size(ABOUT) is not None and location.size(RECORD) is None:
                 raise UsageError(
                     "RUN",
                     run,
                     f"it has no {RECORD}, which is written when a run ends: it is running, or was killed",
-                    f"wait for its end, or train some steps again: scaleray profile -c {place.root}/config.yaml",
+                    f"wait for its end, or train some steps again: scaleray profile -c {location.root}/config.yaml",
                 )

@@ -21,7 +21,7 @@ from scaleray.errors import ClusterError, TrackingError
 from scaleray.launch.cluster.connection import joined
 from scaleray.launch.workers.recorder_actor import NAMES, NAMESPACE
 from scaleray.live.live_folder import as_lost, runs_in, state_in_folder
-from scaleray.recording.find_record import places_of
+from scaleray.recording.find_record import locations_of
 from scaleray.recording.live_mlflow import find_in_mlflow, state_in_mlflow
 from scaleray.recording.store import resolve_uri
 from scaleray.records.live_state import FILE, LOST, LiveState
@@ -160,10 +160,10 @@ def watch(
 
 
 def _in_folders(run: str, uri: str | None) -> Watched | None:
-    for place in places_of(run):
-        if "://" in place.root:
-            return _in_bucket(place, uri)
-        folder = Path(place.root)
+    for location in locations_of(run):
+        if "://" in location.root:
+            return _in_bucket(location, uri)
+        folder = Path(location.root)
         if state_in_folder(folder) is not None:
             return Watched(lambda folder=folder: _of_folder(folder), f"folder {folder}")  # type: ignore[misc]
     folder = Path(run).expanduser()
@@ -185,14 +185,14 @@ def _of_folder(folder: Path) -> LiveState:
     return state
 
 
-def _in_bucket(place: Store, uri: str | None) -> Watched | None:
+def _in_bucket(location: Store, uri: str | None) -> Watched | None:
     """A run in a bucket, which has a state only once it has ended; before that, MLflow has it."""
-    where = without_password(place.root)
+    where = without_password(location.root)
     with contextlib.suppress(OSError, ValueError, TypeError):
-        state = LiveState.from_json(place.read(FILE))
+        state = LiveState.from_json(location.read(FILE))
         return Watched(lambda: state, where)
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        about = load_json(place.read("run.json"))
+        about = load_json(location.read("run.json"))
         return _in_mlflow(about["run_id"], resolve_uri(uri))
     raise TrackingError("RUN", where, "it holds no run of this version", "give a run's folder, name or id in MLflow")
 
@@ -239,12 +239,12 @@ def _in_mlflow(run: str, uri: str) -> Watched:
 
 
 def _unknown(run: str, exc: TrackingError) -> TrackingError:
-    places = [f"no folder of this name here or in {default_storage_path()}"]
+    locations = [f"no folder of this name here or in {default_storage_path()}"]
     if os.environ.get("RAY_ADDRESS", "local") != "local":
-        places.append(f"no live run of the cluster at {os.environ['RAY_ADDRESS']}")
+        locations.append(f"no live run of the cluster at {os.environ['RAY_ADDRESS']}")
     reason = exc.allowed.partition(" and no run ")[2] or "of this id or name in MLflow"
     return TrackingError.problem(
         "RUN",
-        f"{run} was not found: {', '.join(places)}, and no run {reason}",
+        f"{run} was not found: {', '.join(locations)}, and no run {reason}",
         "scaleray watch --all shows all active runs",
     )

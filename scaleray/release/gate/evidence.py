@@ -17,7 +17,7 @@ from scaleray.config.decides import Decides, decides
 from scaleray.errors import TrackingError, UsageError
 from scaleray.launch.session.conditions import digest, training_of
 from scaleray.live.live_folder import LOCK, RUN, state_in_folder
-from scaleray.recording.find_record import FoundRun, find_run, places_of, text_of
+from scaleray.recording.find_record import FoundRun, find_run, locations_of, text_of
 from scaleray.records.alert_record import ALERTS_FILE, Alert, parse_alerts
 from scaleray.records.certificate import FILE as CERTIFICATE
 from scaleray.records.certificate import EqualityCertificate
@@ -107,7 +107,7 @@ def _named(runs: Sequence[str | FoundRun], uri: str | None) -> list[FoundRun]:
         try:
             found.append(run if isinstance(run, FoundRun) else find_run(run, uri=uri))
         except TrackingError:
-            lost = (_lost(training(found[0]), _neighbour(place)) for place in places_of(str(run)) if found)
+            lost = (_lost(training(found[0]), _neighbour(location)) for location in locations_of(str(run)) if found)
             if (one := next(filter(None, lost), None)) is None:
                 raise
             found.append(one)
@@ -166,7 +166,7 @@ def alerts_of(found: FoundRun) -> list[Alert] | None:
 class _Neighbour:
     """A folder next to a run's own, and its contents. about: its run.json, if it has no record."""
 
-    place: Store
+    location: Store
     record: AnyRecord | None
     certificate: NamedCertificate | None
     about: dict[str, Any]
@@ -174,7 +174,7 @@ class _Neighbour:
 
 def _neighbours(found: FoundRun) -> list[_Neighbour]:
     """The folders next to a run's own, newest first; none for a run in MLflow alone."""
-    if (own := found.place) is None:
+    if (own := found.location) is None:
         return []
     with contextlib.suppress(OSError):
         names = [name for name in own.parent.names() if name != own.name]
@@ -188,27 +188,27 @@ def _neighbours(found: FoundRun) -> list[_Neighbour]:
     return []
 
 
-def _neighbour(place: Store) -> _Neighbour:
+def _neighbour(location: Store) -> _Neighbour:
     record, certificate, about = None, None, None
     with contextlib.suppress(OSError, ValueError, TypeError, TrackingError):
-        record = parse_record(place.read(FILE))
+        record = parse_record(location.read(FILE))
     with contextlib.suppress(OSError, TrackingError):  # a certificate of `verify --resume` is of another kind
-        certificate = _certificate(place.root, place.read(CERTIFICATE))
+        certificate = _certificate(location.root, location.read(CERTIFICATE))
     with contextlib.suppress(OSError, ValueError):
-        about = load_json(place.read(RUN)) if record is None else None
-    return _Neighbour(place, record, certificate, about if isinstance(about, dict) else {})
+        about = load_json(location.read(RUN)) if record is None else None
+    return _Neighbour(location, record, certificate, about if isinstance(about, dict) else {})
 
 
 def _repeats(own: RunRecord, beside: Sequence[_Neighbour], uri: str | None) -> tuple[list[FoundRun], list[str]]:
     """Runs next to a run that differ only in the seed, one per seed: the newest that has finished, else one that
     failed, with or without a record; and the names of killed ones."""
     mine, started, repeats = repeat_key(own), _started(own), dict[Any, Store | FoundRun]()
-    for place, record in _runs(beside, "FINISHED"):
+    for location, record in _runs(beside, "FINISHED"):
         if repeat_key(record) == mine:
-            repeats.setdefault(record.config.get("seed"), place)
-    for place, record in _runs(beside, "FAILED"):
+            repeats.setdefault(record.config.get("seed"), location)
+    for location, record in _runs(beside, "FAILED"):
         if _started(record) == started:
-            repeats.setdefault(record.config.get("seed"), place)
+            repeats.setdefault(record.config.get("seed"), location)
     for lost in filter(None, (_lost(own, one) for one in beside)):
         repeats.setdefault(training(lost).config.get("seed"), lost)
     killed = [
@@ -229,9 +229,9 @@ def _started(run: RunRecord) -> str:
 def _lost(own: RunRecord, one: _Neighbour) -> FoundRun | None:
     """A neighbour's run that differs from `own` only in the seed and ended without a record, for example killed by the
     OOM killer: it counts as failed. None for any other neighbour, and for one that may still run."""
-    if not one.about or one.about.get("repeats") != _started(own) or not one.place.is_local:
+    if not one.about or one.about.get("repeats") != _started(own) or not one.location.is_local:
         return None
-    folder = Path(one.place.root)
+    folder = Path(one.location.root)
     state = state_in_folder(folder)
     if state is None or state.status not in (LOST, "FAILED") or is_locked(folder / LOCK):
         return None
@@ -240,16 +240,16 @@ def _lost(own: RunRecord, one: _Neighbour) -> FoundRun | None:
         config=one.about.get("config") or {}, steps=0, final_loss=None, samples_per_s=None, metrics={}, evaluations={},
         resumed_after=[], profile=None, alerts=[], weights={}, best={},
     )  # fmt: skip
-    return FoundRun(record, str(folder), one.place, alerts=text_of(one.place, ALERTS_FILE))
+    return FoundRun(record, str(folder), one.location, alerts=text_of(one.location, ALERTS_FILE))
 
 
 def _endured(candidates: Sequence[FoundRun], beside: Sequence[_Neighbour]) -> list[FoundRun]:
     """Finished runs next to the candidates with the same training and worker count that survived a fault."""
     mine, known = _trained(training(candidates[0])), {one.where for one in candidates}
     return [
-        find_run(place.root)
-        for place, record in _runs(beside, "FINISHED")
-        if faults_survived(record) and _trained(record) == mine and place.path("").rstrip("/") not in known
+        find_run(location.root)
+        for location, record in _runs(beside, "FINISHED")
+        if faults_survived(record) and _trained(record) == mine and location.path("").rstrip("/") not in known
     ]
 
 
@@ -265,7 +265,7 @@ def _runs(beside: Sequence[_Neighbour], status: str) -> Iterator[tuple[Store, Ru
     """The runs of this status among the neighbours."""
     for one in beside:
         if isinstance(one.record, RunRecord) and one.record.status == status:
-            yield one.place, one.record
+            yield one.location, one.record
 
 
 def _certificate(where: str, text: bytes) -> NamedCertificate:
@@ -282,15 +282,15 @@ def _certificate(where: str, text: bytes) -> NamedCertificate:
 
 def _named_certificate(name: str) -> NamedCertificate:
     """The certificate in a folder, a bucket or a file. Raises TrackingError."""
-    place = Store(name.removesuffix(f"/{CERTIFICATE}")) if "://" in name else None
-    if place is None:
+    location = Store(name.removesuffix(f"/{CERTIFICATE}")) if "://" in name else None
+    if location is None:
         path = Path(name).expanduser().absolute()
-        place = Store(str(path if path.is_dir() else path.parent))
+        location = Store(str(path if path.is_dir() else path.parent))
         file = CERTIFICATE if path.is_dir() else path.name
     else:
         file = CERTIFICATE
     try:
-        return _certificate(place.root, place.read(file))
+        return _certificate(location.root, location.read(file))
     except OSError as exc:
         raise TrackingError.problem(
             "--certificates", f"{without_password(name)} has no {CERTIFICATE} of `scaleray verify`: {exc}"

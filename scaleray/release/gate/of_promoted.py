@@ -12,7 +12,7 @@ from scaleray.config.decides import Decides, decides
 from scaleray.errors import ConfigError, TrackingError, UsageError
 from scaleray.models.fetched import MODEL, fetch_model
 from scaleray.models.registry import MODEL_URI, ModelRegistry, Named
-from scaleray.recording.find_record import FoundRun, find_run, places_of
+from scaleray.recording.find_record import FoundRun, find_run, locations_of
 from scaleray.records.gate_answer import GateResult, together
 from scaleray.records.gates import GateRecord
 from scaleray.records.json_record import leaves
@@ -47,7 +47,7 @@ def registered(against: Sequence[str]) -> Named | None:
 
 
 def _is_folder(name: str) -> bool:
-    return any(Path(place.root).exists() for place in places_of(name))
+    return any(Path(location.root).exists() for location in locations_of(name))
 
 
 def evaluate_promoted(

@@ -18,9 +18,9 @@ def read_policy(path: str | Path | Mapping[str, Any] | None) -> Policy:
         return Policy()
     if isinstance(path, Mapping):
         return policy_of(dict(path), where="given")
-    place = Path(path)
+    file = Path(path)
     try:
-        values, lines = load_yaml_with_lines(place.read_text(encoding="utf-8"))
+        values, lines = load_yaml_with_lines(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError.problem("policy file", f"{path} does not exist", "--policy names a YAML file") from None
     except (OSError, ValueError) as exc:

@@ -35,12 +35,12 @@ def store_evidence(evidence: Evidence, policy: Policy, folder: Path) -> Evidence
     sides: dict[str, list[FoundRun]] = {side: getattr(evidence, side) for side in SIDES}
     for side, runs in sides.items():
         for number, found in enumerate(runs):
-            place = folder / side / str(number)
-            place.mkdir(parents=True)
-            write_whole(place / FILE, training(found).to_json())
-            write_whole(place / EVALUATIONS, json.dumps(jsonable(found.evaluations)))
+            location = folder / side / str(number)
+            location.mkdir(parents=True)
+            write_whole(location / FILE, training(found).to_json())
+            write_whole(location / EVALUATIONS, json.dumps(jsonable(found.evaluations)))
             if found.alerts is not None:
-                write_whole(place / ALERTS_FILE, found.alerts)
+                write_whole(location / ALERTS_FILE, found.alerts)
     about = {
         **{side: [one.where for one in runs] for side, runs in sides.items()},
         "certificates": [dataclasses.asdict(one) for one in evidence.certificates],
@@ -60,13 +60,13 @@ def read_evidence(folder: Path) -> tuple[Evidence, Policy]:
         sides: dict[str, list[FoundRun]] = {side: [] for side in SIDES}
         for side, runs in sides.items():
             for number, where in enumerate(about.get(side, [])):
-                place = Store(str(folder / side / str(number)))
-                record = record_of(place.read(FILE), where=f"{where}, from the stored evidence")
+                location = Store(str(folder / side / str(number)))
+                record = record_of(location.read(FILE), where=f"{where}, from the stored evidence")
                 evaluations = {
                     str(name): [(int(step), math.nan if value is None else float(value)) for step, value in points]
-                    for name, points in load_json(place.read(EVALUATIONS)).items()
+                    for name, points in load_json(location.read(EVALUATIONS)).items()
                 }
-                runs.append(FoundRun(record, where, place, None, evaluations, text_of(place, ALERTS_FILE)))
+                runs.append(FoundRun(record, where, location, None, evaluations, text_of(location, ALERTS_FILE)))
         certificates = [_certificate(values) for values in about["certificates"]]
         study = record_of((folder / STUDY).read_bytes(), where=STUDY) if (folder / STUDY).is_file() else None
         policy = policy_of(about["policy"], where="stored with the evidence")

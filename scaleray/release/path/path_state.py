@@ -147,8 +147,8 @@ def _job(config: RunConfig, file: Path) -> dict[str, Any]:
     values: dict[str, Any] = jsonable(config.to_dict())
     target, colon, attribute = config.workload.name.partition(":")
     if target.endswith(".py"):
-        places = [Path(target), file.resolve().parent / target]
-        found = next((place.resolve() for place in places if place.is_file()), None)
+        candidates = [Path(target), file.resolve().parent / target]
+        found = next((candidate.resolve() for candidate in candidates if candidate.is_file()), None)
         if found is None:
             raise ConfigError.problem("workload.name", f"{config.workload.name} names a file that does not exist")
         values["workload"]["name"] = f"{found}{colon}{attribute}"
@@ -159,9 +159,9 @@ def find_path(name: str | None) -> PathRecord:
     """The path in a folder, the one of a name in the default storage path, or the only one. Raises UsageError."""
     root = Path(default_storage_path())
     if name is not None:
-        for place in (Path(name).expanduser(), root / f"path-{name}", root / name):
-            if os.path.isfile(place / STATE) or (place.is_dir() and not os.access(place, os.R_OK | os.X_OK)):
-                return read(place)
+        for folder in (Path(name).expanduser(), root / f"path-{name}", root / name):
+            if os.path.isfile(folder / STATE) or (folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK)):
+                return read(folder)
         raise UsageError.problem(
             "The path",
             f"{name} was not found: it is neither a folder with a path nor in {root}",
@@ -198,9 +198,9 @@ def _moved(value: Any, before: str, here: str) -> Any:
         return [_moved(one, before, here) for one in value]
     if isinstance(value, str):
         scheme = SQLITE if value.startswith(SQLITE) else ""
-        place = value.removeprefix(scheme)
-        if place == before or place.startswith(f"{before}/"):
-            return f"{scheme}{here}{place.removeprefix(before)}"
+        path = value.removeprefix(scheme)
+        if path == before or path.startswith(f"{before}/"):
+            return f"{scheme}{here}{path.removeprefix(before)}"
     return value
 
 
@@ -243,8 +243,8 @@ def _lock_file(folder: Path) -> IO[str]:
     """The lock file, possibly of another user: every user with write access to the folder may lock it."""
     if not os.access(folder, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
-    place = folder / LOCK
+    lock_file = folder / LOCK
     try:
-        return place.open("a")
+        return lock_file.open("a")
     except PermissionError:
-        return place.open()
+        return lock_file.open()

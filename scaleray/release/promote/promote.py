@@ -86,10 +86,10 @@ def promote(
     check_cluster(cluster)
     held = read_policy(policy)
     with tempfile.TemporaryDirectory(dir=cache_folder("models")) as folder:
-        place, out = Path(folder), Path(folder) / "model"
+        workspace, out = Path(folder), Path(folder) / "model"
         with stage("running the gates"):
             evidence = collect(names, against=against, study=study, certificates=certificates, uri=uri)
-            gates = evaluate_evidence(store_evidence(evidence, held, place / EVIDENCE), held, uri=uri)
+            gates = evaluate_evidence(store_evidence(evidence, held, workspace / EVIDENCE), held, uri=uri)
         run = evidence.run
         if not run.run_id:
             problem = "is not in MLflow, which a registered version needs"
@@ -103,7 +103,7 @@ def promote(
         registry = ModelRegistry(uri)
         stored = _stored(registry, run)
         say(f"packing the model of {run.name}")
-        found = dataclasses.replace(found, weights=_write(evidence.candidates[0], gates, place, out, options))
+        found = dataclasses.replace(found, weights=_write(evidence.candidates[0], gates, workspace, out, options))
         if alias is not None:
             write_pipeline(evidence.candidates, out / MODEL, out / FOLDER, model=str(Named(found.model, alias)),
                            cluster=cluster, policy=held, uri=registry.uri)  # fmt: skip
@@ -113,7 +113,7 @@ def promote(
         return done
 
 
-def _write(found: FoundRun, gates: GateRecord, place: Path, out: Path, options: ModelChoice) -> str:
+def _write(found: FoundRun, gates: GateRecord, workspace: Path, out: Path, options: ModelChoice) -> str:
     """Write MLflow's model with the evidence and answers of the gates, and return a description of its weights."""
     from scaleray.models.served import save_for_mlflow
 
@@ -125,10 +125,10 @@ def _write(found: FoundRun, gates: GateRecord, place: Path, out: Path, options: 
             "RUN", f"{run.name} has no recorded hash of its weights ({parts.weights.words})", advice
         )
     with stage("packing the model"):
-        signature = pack(trained, parts, place / "packed", workload=options.workload)
+        signature = pack(trained, parts, workspace / "packed", workload=options.workload)
         libraries = (run.environment.get("environment") or {}).get("packages") or {}
-        save_for_mlflow(signature, place / "packed", out, libraries={k: v for k, v in libraries.items() if v})
-    (place / EVIDENCE).rename(out / EVIDENCE)
+        save_for_mlflow(signature, workspace / "packed", out, libraries={k: v for k, v in libraries.items() if v})
+    (workspace / EVIDENCE).rename(out / EVIDENCE)
     write_whole(out / GATES_FILE, gates.to_json())
     return parts.weights.words
 

@@ -84,8 +84,8 @@ def check_promoted(model: str, *, pipeline: str | Path | None = None, uri: str |
     named = Named.parse(model)
     registry = ModelRegistry(uri)
     version = registry.find(named)
-    with tempfile.TemporaryDirectory(dir=cache_folder("models")) as place, stage("checking the promoted version"):
-        checks = [_alias(registry, named, version), *_kept(registry, version, Path(place), pipeline)]
+    with tempfile.TemporaryDirectory(dir=cache_folder("models")) as copies, stage("checking the promoted version"):
+        checks = [_alias(registry, named, version), *_kept(registry, version, Path(copies), pipeline)]
     result = gate_of("promotion", checks)
     return GateRecord(
         answer=result.answer,
@@ -115,14 +115,14 @@ def _alias(registry: ModelRegistry, named: Named, version: ModelVersion) -> Chec
     return Check(what=BYPASS, answer="pass", words=f"version {version.number}")
 
 
-def _kept(registry: ModelRegistry, version: ModelVersion, place: Path, pipeline: str | Path | None) -> Iterator[Check]:
+def _kept(registry: ModelRegistry, version: ModelVersion, copies: Path, pipeline: str | Path | None) -> Iterator[Check]:
     """Checks of a version's stored files; some need a complete folder."""
     whole = "every file is the promoted one"
     if not version.tags.get(STATEMENT_TAG):
         yield Check(what=whole, answer="fail", words="the version was not made by scaleray promote")
         return
     try:
-        folder = registry.download(version, place)
+        folder = registry.download(version, copies)
     except ScaleRayError as exc:
         yield Check(what=whole, answer="fail", words=f"its files are missing: {exc}")
         yield _source(registry, version)

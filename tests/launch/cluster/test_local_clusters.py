@@ -32,7 +32,7 @@ WAITING = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-S',
 def place(tmp_path, monkeypatch):
     """A machine on which this user has no cluster."""
     monkeypatch.setattr(local_state, "own_folder", lambda: tmp_path / f"scaleray-{os.getuid()}")
-    monkeypatch.setattr(local_state, "short_place", lambda: tmp_path)
+    monkeypatch.setattr(local_state, "short_path", lambda: tmp_path)
     (tmp_path / f"scaleray-{os.getuid()}").mkdir(mode=0o700)
     return tmp_path
 

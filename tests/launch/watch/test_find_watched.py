@@ -144,7 +144,7 @@ class Bucket:
 
 def test_a_run_in_a_bucket_is_shown_by_mlflow_until_its_files_are_there(found, tmp_path, uri, monkeypatch):
     run_id, bucket = recorded(uri, tmp_path, status=None), Bucket()
-    monkeypatch.setattr(find, "places_of", lambda run: [bucket])
+    monkeypatch.setattr(find, "locations_of", lambda run: [bucket])
     with pytest.raises(TrackingError, match="holds no run of this version"):
         found(bucket.root)
     bucket.files["run.json"] = json.dumps({"run_id": run_id, "tracking_uri": uri})
