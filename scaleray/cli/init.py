@@ -70,7 +70,7 @@ def _trained_with(path: str, kind: str, workers: int) -> tuple[dict[str, Any], l
     import dataclasses
     from pathlib import Path
 
-    from scaleray.common.extras import library
+    from scaleray.common.installed import library
     from scaleray.common.parsing import load_json
     from scaleray.config.trainer_arguments import config_of
 

@@ -1,15 +1,18 @@
-"""Required libraries: detection of missing ones, and of versions newer than the tested ones."""
+"""Libraries: required ones that are missing or newer than the tested ones, and optional ones, imported on use."""
 
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import json
 import re
 import urllib.parse
 from collections.abc import Callable
+from types import ModuleType
 from typing import ParamSpec, TypeVar
 
-from scaleray.errors import UsageError
+from scaleray.common.idle_warnings import leave_out_idle_warnings
+from scaleray.errors import UsageError, WorkloadError, first_line
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -95,3 +98,25 @@ def is_tested(name: str) -> bool:
 
 def _numbers(version: str) -> list[int]:
     return [int(word) for word in re.findall(r"\d+", version)]
+
+
+def library(name: str, *, extra: str, wanted_by: str) -> ModuleType:
+    """Import an optional library or a module of one. wanted_by: description, for the user, of the feature that needs
+    it.
+
+    Raises WorkloadError, with the extra to install, if the library is missing or cannot be loaded.
+    """
+    root = name.partition(".")[0]
+    install = install_command(extra)
+    leave_out_idle_warnings()
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as exc:
+        if exc.name is not None and exc.name.partition(".")[0] == root:
+            raise WorkloadError(f"the library {root}", "not installed", f"{wanted_by} needs it", install) from exc
+        found = f"not usable ({first_line(exc)})"
+        raise WorkloadError(f"the library {root}", found, f"{wanted_by} needs it", install) from exc
+    except (ImportError, RuntimeError, OSError) as exc:  # compiled parts that were built for another torch
+        found = f"not usable ({first_line(exc)})"
+        hint = f"{install}; its version and its build (CPU or CUDA) must be those of torch"
+        raise WorkloadError(f"the library {root}", found, f"{wanted_by} needs it", hint) from exc

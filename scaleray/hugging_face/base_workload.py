@@ -19,7 +19,7 @@ from scaleray.checkpoints.model_layout import WEIGHTS
 from scaleray.common.model_blocks import find_blocks
 from scaleray.errors import CheckpointError, WorkloadError, first_line
 from scaleray.hugging_face import pretrained_models
-from scaleray.hugging_face.libraries import peft, transformers
+from scaleray.hugging_face.pretrained_models import peft, transformers
 from scaleray.hugging_face.tensor_plans import transformers_plan
 from scaleray.hugging_face.token_rows import IGNORED, MASK, TokenPadding
 from scaleray.hugging_face.tokenizers import has_tokenizer, load_tokenizer

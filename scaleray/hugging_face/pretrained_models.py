@@ -10,10 +10,25 @@ import torch
 from torch import nn
 
 from scaleray.checkpoints.model_layout import CONFIG, is_model_folder
+from scaleray.common.installed import library
 from scaleray.common.parsing import load_json
 from scaleray.errors import WorkloadError, first_line
-from scaleray.hugging_face.libraries import LOCAL, transformers
 from scaleray.parallel.experts import divisible_experts
+
+EXTRA = "hugging-face"
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""Arguments of every `from_pretrained`: no network, and no code from a folder."""
+
+
+def transformers() -> Any:
+    """Return the library transformers. Raises WorkloadError if it is missing."""
+    return library("transformers", extra=EXTRA, wanted_by="scaleray.hugging_face")
+
+
+def peft() -> Any:
+    """Return the library peft. Raises WorkloadError if it is missing."""
+    return library("peft", extra=EXTRA, wanted_by="the argument peft of a workload")
+
 
 RUN = "run.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from scaleray.common.extras import library
+from scaleray.common.installed import library
 from scaleray.data import ArraySource, Ragged
 from scaleray.errors import ConfigError, DataError, WorkloadError
 from scaleray.hugging_face import pretrained_models, text_files

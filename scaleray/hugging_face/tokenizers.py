@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.checkpoints.model_layout import CONFIG
-from scaleray.common.extras import library
+from scaleray.common.installed import library
 from scaleray.errors import WorkloadError, first_line
-from scaleray.hugging_face.libraries import EXTRA, LOCAL, transformers
+from scaleray.hugging_face.pretrained_models import EXTRA, LOCAL, transformers
 
 BYTES = "bytes"
 """Name, in place of a path, of the tokenizer whose tokens are the bytes of the text."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from scaleray.checkpoints.weight_files import opened_safetensors, opened_torch
-from scaleray.common.extras import library
+from scaleray.common.installed import library
 from scaleray.common.model_blocks import find_blocks
 from scaleray.errors import CheckpointError, WorkloadError, first_line
 from scaleray.images.image_data import PIXELS, ImageData

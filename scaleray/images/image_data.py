@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from scaleray.common.extras import library
+from scaleray.common.installed import library
 from scaleray.data import TRAIN
 from scaleray.errors import ConfigError, DataError, first_line
 from scaleray.images.image_folder import FILE, ImageFiles, ImageFolder, class_names, file_names, images_at

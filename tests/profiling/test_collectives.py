@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scaleray.profiling.collectives import bus_bytes, with_bandwidth
-from scaleray.profiling.layer_names import layer_range
+from scaleray.profiling.collectives import bus_bytes, layer_range, with_bandwidth
 from scaleray.records.profile_record import CollectiveRow
 
 

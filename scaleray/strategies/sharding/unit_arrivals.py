@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from scaleray.profiling.layer_names import layer_range
+from scaleray.profiling.collectives import layer_range
 from scaleray.records.profile_record import Places
 from scaleray.strategies.contract.arrivals import Moments, drawn_together
 from scaleray.strategies.sharding.counted_collectives import CountedAllGather, CountedReduceScatter

@@ -15,7 +15,7 @@ from torch.autograd.variable import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from scaleray.profiling.layer_names import layer_range
+from scaleray.profiling.collectives import layer_range
 from scaleray.records.phases import Enter, Phase
 from scaleray.records.profile_record import Places
 from scaleray.strategies.contract.arrivals import Moments, drawn_together
