@@ -7,8 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,15 +15,14 @@ import psutil
 import torch
 
 from scaleray.common.idle_warnings import leave_out_idle_warnings
-from scaleray.data import RaySources
 from scaleray.errors import WorkloadError
 from scaleray.records.run_record import Heartbeat, WorkerMessage, WorkerSummary
 from scaleray.records.start import PROCESSES, WORKER_IMPORTS, StartClock
 from scaleray.records.worker_requests import ControlRequest
+from scaleray.training.assignment import Assignment
 from scaleray.training.health.worker_progress import Tail, TailHandler
 from scaleray.training.rank import Channel, run_rank
 from scaleray.training.ray_metrics import RankPublisher
-from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.checkpointing import Control
 from scaleray.training.state.live_state import LiveState
@@ -32,27 +30,8 @@ from scaleray.training.state.live_state import LiveState
 TAIL_LINES = 20
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """Input of a worker. recorder: handle of the recorder actor."""
-
-    job: TrainJob
-    sources: RaySources
-    recorder: Any
-    run_path: str
-    facts: Mapping[str, Any]
-    """The run's facts for every checkpoint, in addition to its state."""
-    published_as: tuple[str, str] | None = None
-    """Name and id of the run in the metrics of Ray's nodes; None if the nodes publish none."""
-    can_be_preempted: bool = False
-    """Whether the cluster may announce that it will remove a node."""
-    coordinator: Any = None
-    """Handle of the actor that replaces lost workers, see `launch/workers/coordinator_actor.py`; None without
-    spares."""
-
-
-def train_worker(config: dict[str, Any]) -> WorkerSummary | None:
-    """Entry point of one Ray Train worker; `config["task"]` is a reference to an Assignment. None from a spare."""
+def train(config: dict[str, Any]) -> WorkerSummary | None:
+    """See `assignment.train_worker`."""
     import ray
     import ray.train
 

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scaleray.common.printed import quantity
 from scaleray.common.progress import stage
@@ -41,10 +41,8 @@ from scaleray.launch.workers.lost_workers import (
 from scaleray.launch.workers.ray_train import torch_trainer, without_watcher_notice
 from scaleray.launch.workers.recorder_actor import RemoteRecorder
 from scaleray.records.run_record import EventRecord, Heartbeat, Show
+from scaleray.training.assignment import Assignment, train_worker
 from scaleray.training.setup.job import TrainJob
-
-if TYPE_CHECKING:
-    from scaleray.training.worker import Assignment
 
 POLL_S = 0.5
 SAME_FAILURE_S = 3.0  # failures this close are one: a new group of workers takes longer to start
@@ -74,8 +72,6 @@ def fit(
     config, max_failures = job.config, job.config.scale.max_failures
     streamed = {name: source.dataset for name, source in sources.items() if Split.of(name, source).is_streamed}  # type: ignore[attr-defined]
     with stage("preparing the launch"):
-        from scaleray.training.worker import Assignment  # with torch
-
         stored = {name: ray.put(source) for name, source in sources.items() if name not in streamed}
         assignment = Assignment(
             job=job,
@@ -121,8 +117,6 @@ def _fit_once(
     after which workers can restart. attempt: counted from 1. Raises errors that end the run."""
     import ray
     import ray.train
-
-    from scaleray.training.worker import train_worker
 
     config, scale = assignment.job.config, assignment.job.config.scale
     # a folder of its own each time: from an old one Ray would try to restore its snapshot
