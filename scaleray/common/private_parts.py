@@ -108,6 +108,17 @@ FORKED_WORKERS = PrivatePart(
         "ray.actor:ActorClassID.size": "()",
     },
 )
+EARLY_WORKERS = PrivatePart(
+    "early workers",
+    "ray",
+    "scaleray/launch/cluster/own_ray.py",
+    "on one node, the processes of a run's workers start while the driver reads its data",
+    "each starts when it is needed",
+    {
+        "ray._private.grpc_utils:init_grpc_channel": "(address, options=None, asynchronous=False, credentials=None)",
+        "ray.runtime_context:RuntimeContext.get_runtime_env_string": "(self)",
+    },
+)
 LEAN_TRAINER = PrivatePart(
     "lean trainer",
     "ray",
@@ -197,6 +208,6 @@ EMPTY_ANSWERS = PrivatePart(
     protects=True,
 )
 PARTS = (
-    LEAN_NODE, FORKED_WORKERS, LEAN_TRAINER, QUIET_WATCHER, LOOPBACK, PATIENT_START, SETTINGS, FIRST_ANSWER,
-    EMPTY_ANSWERS,
+    LEAN_NODE, FORKED_WORKERS, EARLY_WORKERS, LEAN_TRAINER, QUIET_WATCHER, LOOPBACK, PATIENT_START, SETTINGS,
+    FIRST_ANSWER, EMPTY_ANSWERS,
 )  # fmt: skip

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,8 @@ ANSWER_TIMEOUT_S = 20.0
 ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 """Call to Ray's control store without arguments; a server of Ray's client refuses it as unknown."""
 
+NODES = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
+
 
 def check(address: str) -> None:
     """Raise OSError if nothing, or something other than Ray, listens at the address, and ClusterError if the token
@@ -43,13 +45,9 @@ def check(address: str) -> None:
     if not FIRST_ANSWER.is_used():
         return
     import grpc
-    from ray._private.grpc_utils import init_grpc_channel
-    from ray._private.ray_constants import GLOBAL_GRPC_OPTIONS
 
-    # with Ray's TLS and this user's token, where these are asked for, and past proxies, as Ray's own calls go
-    channel = init_grpc_channel(place, options=GLOBAL_GRPC_OPTIONS)
     try:
-        channel.unary_unary(ALIVE)(b"", timeout=ANSWER_TIMEOUT_S, wait_for_ready=True)
+        _call(place, ALIVE)
     except grpc.RpcError as exc:
         if exc.code() is grpc.StatusCode.UNAUTHENTICATED:
             raise other_token(address) from exc
@@ -57,8 +55,29 @@ def check(address: str) -> None:
             tls = "with" if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true") else "without"
             said = f"something listens there, but did not answer as Ray does within {ANSWER_TIMEOUT_S:g} s"
             raise OSError(f"{said} (asked {tls} TLS, by RAY_USE_TLS)") from exc
+
+
+def _call(place: str, method: str) -> bytes:
+    """Serialized answer of the control store at host:port to a call without arguments. Raises grpc.RpcError."""
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray._private.ray_constants import GLOBAL_GRPC_OPTIONS
+
+    # with Ray's TLS and this user's token, where these are asked for, and past proxies, as Ray's own calls go
+    channel = init_grpc_channel(place, options=GLOBAL_GRPC_OPTIONS)
+    try:
+        answer: bytes = channel.unary_unary(method)(b"", timeout=ANSWER_TIMEOUT_S, wait_for_ready=True)
+        return answer
     finally:
         channel.close()
+
+
+def _num_nodes(place: str) -> int:
+    """Number of living nodes of the cluster whose control store is at host:port."""
+    from ray.core.generated.gcs_pb2 import GcsNodeInfo
+    from ray.core.generated.gcs_service_pb2 import GetAllNodeInfoReply
+
+    nodes = GetAllNodeInfoReply.FromString(_call(place, NODES)).node_info_list
+    return sum(node.state == GcsNodeInfo.GcsNodeState.ALIVE for node in nodes)
 
 
 def other_token(address: str) -> ClusterError:
@@ -105,20 +124,28 @@ class Node:
     labels: Mapping[str, str]
 
 
-OWN_ENVIRONMENT = {
-    # with Ray's default of 15 workers give way to everything, and to the recorder; with it at 19, and glibc's two
-    # settings above, digits on 2 of 2 cores came from 0.78 to 0.86 of torchrun's speed
-    "RAY_worker_niceness": "0",  # Ray's own spelling
+OF_RAY_TRAIN = {
     # what Ray Train would set for its processes one by one, each in an environment of its own
     "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
     # one machine has no other to go on with; the watcher costs a process and prints an error at every start
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+}
+"""Variables of all processes of a run on one node."""
+GIVEN_TO_WORKERS = ("RAY_TRAIN_", "RAY_WARN_BLOCKING_", "TORCHFT_", "NCCL_RAS_")
+"""Prefixes of the driver's variables that Ray Train gives to its processes."""
+OWN_ENVIRONMENT = {
+    # with Ray's default of 15 workers give way to everything, and to the recorder; with it at 19, and glibc's two
+    # settings above, digits on 2 of 2 cores came from 0.78 to 0.86 of torchrun's speed
+    "RAY_worker_niceness": "0",  # Ray's own spelling
+    **OF_RAY_TRAIN,
     loopback.VARIABLE: "0",
 }
 """Variables of a Ray that is started here, added to `DRIVER_ENVIRONMENT`; the user's own values take precedence."""
 
 _own_cluster = False
 """Whether this process started the Ray that it is connected to."""
+_workers_inherit = False
+"""Whether all variables of workers are in the environment of their node or job."""
 _decided_mode: str | None = None
 """Value that `set_auth_mode` gave RAY_AUTH_MODE; None if the user set it."""
 
@@ -126,6 +153,11 @@ _decided_mode: str | None = None
 def is_own() -> bool:
     """Whether the connected Ray was started here, for this command alone."""
     return _own_cluster
+
+
+def workers_inherit() -> bool:
+    """Whether workers get all their variables from their node or job, so that none needs an environment of its own."""
+    return _workers_inherit
 
 
 def publishes_metrics(config: RunConfig) -> bool:
@@ -141,7 +173,7 @@ def connected(config: RunConfig, *, meanwhile: Sequence[str] = ()) -> Iterator[s
 
     A connection that the caller already has is used and left open. meanwhile: modules that the caller needs next,
     imported while Ray's own processes start. Raises ClusterError."""
-    global _own_cluster
+    global _own_cluster, _workers_inherit
     for name, value in DRIVER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(config.scale.launch_timeout_s)
@@ -155,8 +187,8 @@ def connected(config: RunConfig, *, meanwhile: Sequence[str] = ()) -> Iterator[s
     try:
         with _importing(meanwhile, "ray.train.torch"):
             if address != "local":
-                with stage(f"connecting to Ray at {address}"):
-                    _connect(address)
+                with stage(f"connecting to Ray at {address}"), own_ray.forking_on(address, config) as forks:
+                    _workers_inherit = _connect(address, forks=forks)
             else:
                 loopback.refuse_open()
                 with stage("starting Ray on this machine"):
@@ -164,11 +196,13 @@ def connected(config: RunConfig, *, meanwhile: Sequence[str] = ()) -> Iterator[s
                         own_ray.start(config, {k: os.environ.get(k, v) for k, v in OWN_ENVIRONMENT.items()})
                     except Exception as exc:  # where a node does not come up in time, Ray raises just that
                         raise _own_ray_failed(exc) from exc
-                _own_cluster = True
+                _own_cluster = _workers_inherit = True
+            if _workers_inherit:
+                own_ray.request_workers(config)
         yield _address()
         is_good = True
     finally:
-        _own_cluster = False
+        _own_cluster = _workers_inherit = False
         own_ray.stop(keeps_logs=not is_good)
 
 
@@ -259,14 +293,26 @@ def _is_connected() -> bool:
     return ray is not None and ray.is_initialized()
 
 
-def _connect(address: str, *, name: str = "RAY_ADDRESS") -> None:
+def _connect(address: str, *, name: str = "RAY_ADDRESS", forks: Callable[[int], dict[str, Any]] | None = None) -> bool:
+    """Connect to the cluster. Returns whether its workers need no environment of their own. forks: see
+    `own_ray.forking_on`."""
     import ray
 
+    inherit = False
     try:
         found = _gcs_address(address)
         check(address if found is None or address.startswith("ray://") else found)
+        environment = runtime_env(found)
+        if forks is not None and found is not None and FIRST_ANSWER.is_used() and not address.startswith("ray://"):
+            num_nodes = _num_nodes(found)
+            inherit = num_nodes == 1
+            more = forks(num_nodes)
+            given = {name: value for name, value in os.environ.items() if name.startswith(GIVEN_TO_WORKERS)}
+            environment["env_vars"] |= ({**OF_RAY_TRAIN, **given} if inherit else {}) | more.pop("env_vars", {})
+            environment |= more
         with loopback.reaching(address):
-            ray.init(address=address, runtime_env=runtime_env(found), logging_level=logging.ERROR)
+            ray.init(address=address, runtime_env=environment, logging_level=logging.ERROR)
+        return inherit
     except ClusterError:
         raise
     except Exception as exc:  # Ray raises of every kind

@@ -6,17 +6,20 @@ inherit it."""
 import contextlib
 import logging
 import os
+import shlex
 import shutil
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import psutil
 
 from scaleray.common.own_folder import own_folder, plain_executable
+from scaleray.common.private_parts import EARLY_WORKERS, FORKED_WORKERS
 from scaleray.config import RunConfig
 from scaleray.launch.cluster import driver_guard, lean_node, loopback, worker_template
 from scaleray.launch.cluster.token import ensure_token
@@ -25,27 +28,25 @@ _template: worker_template.WorkerTemplate | None = None
 """Template from which the workers of this process's own Ray are forked."""
 _session: str | None = None
 """Ray's folder of the session started by this process."""
+OF_A_WORKER = ["scaleray.training.worker"]
+"""Modules that all workers of a training import."""
+UNUSED_S = 60
+"""Seconds for which a worker without a use is kept."""
+PRESTART, PRESTART_TIMEOUT_S = "/ray.rpc.NodeManagerService/PrestartWorkers", 5.0
 KEPT_S = 7 * 86400.0
 """Minimum seconds for which logs of a failed session are kept."""
 
 
 def start(config: RunConfig, environment: Mapping[str, str]) -> None:
     """Start Ray on this machine and connect to it. environment: variables of all its processes."""
-    global _template, _session
+    global _session
     ensure_token()
     known = {}
     if worker_template.is_possible():
-        folder = worker_template.short_folder()
-        known["folder"] = str(folder)
-        driver_guard.note_ray(**known)
+        # workers end with this process; their raylet, which does not run yet, ends with it too
+        first = {worker_template.JOB: worker_template.FIRST_JOB, worker_template.RAYLET: str(os.getpid())}
         with lean_node.variables(environment):  # before Ray is imported here, as it takes longest
-            _template = worker_template.WorkerTemplate(
-                folder=folder,
-                threads=int(config.scale.cpus_per_worker),
-                # workers end with this process; their raylet, which does not run yet, ends with it too
-                variables={worker_template.JOB: worker_template.FIRST_JOB, worker_template.RAYLET: str(os.getpid())},
-                modules=["scaleray.training.worker"],
-            )
+            known["folder"] = _start_template(config, first, OF_A_WORKER)
     import ray
 
     # Ray Train's cleaner looks for "the" cluster of this machine. Without its address, a second cluster started
@@ -75,20 +76,93 @@ def start(config: RunConfig, environment: Mapping[str, str]) -> None:
     driver_guard.note_ray(**known, logs=f"{_session or ray_folder()}/logs", processes=lean_node.processes())
 
 
+def _start_template(config: RunConfig, variables: Mapping[str, str] | None = None, modules: Sequence[str] = ()) -> str:
+    """Start the template of this process's workers and return its folder; see `WorkerTemplate`."""
+    global _template
+    folder = worker_template.short_folder()
+    driver_guard.note_ray(folder=str(folder))
+    threads = int(config.scale.cpus_per_worker)
+    _template = worker_template.WorkerTemplate(folder=folder, threads=threads, variables=variables, modules=modules)
+    return str(folder)
+
+
+@contextlib.contextmanager
+def forking_on(address: str, config: RunConfig) -> Iterator[Callable[[int], dict[str, Any]]]:
+    """Context in which this process connects to the cluster at this address. If a node of the cluster is on this
+    machine, the template of its workers prepares those of this job; a node without one gets a template of this process.
+
+    Yields a function of the cluster's number of nodes: it returns the environment of the job in which workers are
+    forks of that template, or an empty one where they are anyway, or cannot be."""
+    raylet = worker_template.raylet_here(address) if worker_template.is_possible() else None
+    place = None if raylet is None else worker_template.socket_of(raylet)
+    # a node that joins later may have neither the file nor the socket
+    if raylet is not None and place is None and not config.scale.is_elastic and not config.scale.wait_for_nodes_s:
+        _start_template(config)
+
+    def environment(num_nodes: int) -> dict[str, Any]:
+        if _template is None or num_nodes != 1 or not FORKED_WORKERS.is_used():
+            _end_template()
+            return {}
+        executable = shlex.join([sys.executable, str(worker_template.SCRIPT)])
+        return {"py_executable": executable, "env_vars": {worker_template.SOCKET: str(_template.socket)}}
+
+    yield environment
+    if place is None and _template is not None:
+        place = str(_template.socket)
+    if place is not None:
+        import ray
+
+        job = {worker_template.JOB: ray.get_runtime_context().get_job_id(), worker_template.RAYLET: str(raylet)}
+        worker_template.expect(place, job, modules=OF_A_WORKER)
+
+
+def request_workers(config: RunConfig) -> None:
+    """Let the node of this process start the processes of a run before they are needed; those without a use end after
+    a while, or with the job."""
+    if not EARLY_WORKERS.is_used():
+        return
+    import ray
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray._private.ray_constants import GLOBAL_GRPC_OPTIONS
+    from ray.core.generated.common_pb2 import Language
+    from ray.core.generated.node_manager_pb2 import PrestartWorkersRequest
+    from ray.core.generated.runtime_environment_pb2 import RuntimeEnvInfo
+
+    context = ray.get_runtime_context()
+    here = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+    room = int(here["Resources"].get("CPU", 0) / config.scale.cpus_per_worker)
+    request = PrestartWorkersRequest(
+        language=Language.PYTHON,
+        job_id=bytes.fromhex(context.get_job_id()),
+        runtime_env_info=RuntimeEnvInfo(serialized_runtime_env=context.get_runtime_env_string()),
+        keep_alive_duration_secs=UNUSED_S,
+        num_workers=min(config.scale.min_workers, room) + 2,  # and those of the recorder and the controller
+    )
+    channel = init_grpc_channel(f"{here['NodeManagerAddress']}:{here['NodeManagerPort']}", options=GLOBAL_GRPC_OPTIONS)
+    with contextlib.suppress(Exception), contextlib.closing(channel):  # without them, workers start as always
+        channel.unary_unary(PRESTART)(request.SerializeToString(), timeout=PRESTART_TIMEOUT_S)
+
+
+def _end_template() -> None:
+    global _template
+    if _template is not None:
+        _template.close()
+        _template = None
+        driver_guard.note_ray()
+
+
 def stop(*, keeps_logs: bool = False) -> None:
     """Stop the Ray that `start` started. keeps_logs: keep Ray's folder of this session for diagnosis."""
     import ray
 
-    global _template, _session
+    global _session
     ray.shutdown()
     if _session is not None and "RAY_TMPDIR" not in os.environ:
         if not keeps_logs:
             shutil.rmtree(_session, ignore_errors=True)
         _remove_old_sessions(Path(_session).parent)
     _session = None
-    if _template is not None:
-        _template.close()
-        _template = None
+    _end_template()
     driver_guard.note_ray()
 
 

@@ -11,6 +11,7 @@ workers. Each has one thread, and must not touch a GPU."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -27,6 +28,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from scaleray.common.own_folder import short_path
 from scaleray.common.private_parts import FORKED_WORKERS
@@ -94,6 +97,49 @@ def is_possible() -> bool:
     return sys.platform == "linux" and FORKED_WORKERS.is_possible()
 
 
+def expect(place: str, variables: Mapping[str, str], modules: Sequence[str]) -> None:
+    """Let the template that listens at this place make the process of a job before its first worker is requested.
+    variables: the job's environment. modules: imported for all its workers, from where this process finds them."""
+    path = [os.path.abspath(folder) for folder in sys.path]
+    about = {"environment": dict(variables), "prefix": sys.prefix, "arguments": [], "modules": modules, "path": path}
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:  # its workers are requested later
+        connection.connect(place)
+        with open(os.devnull, "r+b", buffering=0) as nothing:
+            Request([nothing.fileno()] * 3, about).send(connection)
+
+
+def raylet_here(address: str) -> int | None:
+    """Process id of the raylet on this machine that belongs to the cluster at this address and to this user, and starts
+    workers with this Python; None if there is none, or more than one."""
+    found = []
+    for process in psutil.process_iter(["name", "cmdline", "uids"]):
+        if process.info["name"] != "raylet" or process.info["uids"].real != os.getuid():
+            continue
+        words = [word.removeprefix("--").partition("=") for word in process.info["cmdline"] or []]
+        options = {name: value for name, _, value in words}
+        interpreter = options.get("python_worker_command", "").partition(" ")[0]
+        if interpreter == sys.executable and _is_same(options.get("gcs-address", ""), address):
+            found.append(process.pid)
+    return found[0] if len(found) == 1 else None
+
+
+def socket_of(raylet: int) -> str | None:
+    """Where the template of this raylet's workers listens; None if they are new interpreters."""
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(raylet).environ().get(SOCKET) or None
+    return None
+
+
+def _is_same(listening: str, address: str) -> bool:
+    """Whether a control store on this machine that listens there has this address."""
+    if address == "auto" or listening == address:
+        return True
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError):
+        host = socket.gethostbyname(host)
+    return listening.rpartition(":")[2] == port and (host.startswith("127.") or listening == f"{host}:{port}")
+
+
 @dataclass(frozen=True)
 class Request:
     """Request of a process that Ray started.
@@ -126,9 +172,11 @@ class Request:
             os.close(file)
 
 
-def process_of_a_job(listener: socket.socket, expected: Mapping[str, str] | None) -> socket.socket:
+def process_of_a_job(
+    listener: socket.socket, expected: Mapping[str, str] | None
+) -> tuple[socket.socket, dict[str, Any]]:
     """Start a process for each job and pass it the job's requests. Returns, in such a process, the socket of its
-    requests. expected: environment of the first job. Ends when this process's parent is gone."""
+    requests and the first of them. expected: environment of the first job. Ends when this process's parent is gone."""
     jobs: dict[str, socket.socket] = {}
 
     def start(environment: Mapping[str, str]) -> socket.socket | None:
@@ -146,7 +194,7 @@ def process_of_a_job(listener: socket.socket, expected: Mapping[str, str] | None
         return None
 
     if expected and (requests := start(expected)):
-        return requests
+        return requests, {}
     while True:
         ready, _, _ = select.select([listener, sys.stdin], [], [])
         if sys.stdin in ready:
@@ -161,7 +209,7 @@ def process_of_a_job(listener: socket.socket, expected: Mapping[str, str] | None
         if JOB in environment and request.about["prefix"] == sys.prefix:
             if environment[JOB] not in jobs and (requests := start(environment)):
                 request.close()
-                return requests
+                return requests, request.about
             try:
                 request.send(jobs[environment[JOB]])
             except OSError:  # that process is gone
@@ -176,7 +224,7 @@ def worker(requests: socket.socket) -> Request:
             request = Request.receive(requests, files=4)
         except (OSError, ValueError):
             os._exit(0)
-        if os.fork() == 0:
+        if request.about["arguments"] and os.fork() == 0:  # without arguments, see `WorkerTemplate.expect`
             return request
         request.close()
 
@@ -188,6 +236,9 @@ def become(request: Request) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(about["environment"])
+    with contextlib.suppress(OSError):
+        if os.getpgid(int(os.environ[RAYLET])) != os.getpgrp():
+            os.setpgid(0, 0)  # a raylet ends the group of a worker that has ended, unless it is the raylet's own
     os.chdir(about["folder"])
     os.nice(max(0, about["niceness"] - os.nice(0)))
     for number, stream in enumerate(streams):
@@ -267,12 +318,16 @@ def main() -> None:
     expected, modules = json.loads(sys.argv[2])
     import_all(LIBRARIES)
     with socket.socket(fileno=int(sys.argv[1])) as listener:
-        requests = process_of_a_job(listener, expected)
+        requests, first = process_of_a_job(listener, expected)
     import_ray([*OF_A_JOB, *modules])
     if not modules:  # a job may bring another version of this package, which its workers must find
         package = ray_settings.__name__.partition(".")[0]
         for name in [name for name in sys.modules if name.partition(".")[0] == package]:
             del sys.modules[name]
+        if first.get("modules"):  # that of the driver
+            sys.path[:] = first["path"]
+            with contextlib.suppress(ImportError):
+                import_all(first["modules"])
     if children_draw_alike():
         sys.exit("forks of Ray would draw the same numbers")  # each worker is then what Ray would start
     with requests:

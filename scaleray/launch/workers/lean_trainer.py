@@ -37,10 +37,10 @@ def lean_trainer(worker: Any, *, datasets: dict[str, Any] | None, **arguments: A
             return [c for c in super()._create_default_callbacks() if type(c).__name__ not in unused]
 
         def _initialize_and_run_controller(self, *, scaling_policy: Any, **arguments: Any) -> Any:
-            if not connection.is_own():
+            if not connection.workers_inherit():
                 return super()._initialize_and_run_controller(scaling_policy=scaling_policy, **arguments)
             # a Ray of our own has no autoscaler, and no other run to share with; with Ray Datasets their executor asks
-            if type(scaling_policy) is FixedScalingPolicy and not self.datasets:
+            if connection.is_own() and type(scaling_policy) is FixedScalingPolicy and not self.datasets:
                 scaling_policy = WithoutAutoscaler(scaling_policy.scaling_config)
             actor = ray.remote(num_cpus=0)(TrainController).remote(scaling_policy=scaling_policy, **arguments)
             if threading.current_thread() is threading.main_thread():
@@ -52,7 +52,7 @@ def lean_trainer(worker: Any, *, datasets: dict[str, Any] | None, **arguments: A
 
 
 class InheritingWorkers(WorkerGroup):
-    """Workers that inherit the raylet's environment: setting one for each would cost a process."""
+    """Workers that inherit the environment of their node or job: setting one for each would cost a process."""
 
     @staticmethod
     def _get_worker_runtime_env(custom_runtime_env: Any) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class InheritingWorkers(WorkerGroup):
 
 
 class TrainController(controller.TrainController):
-    """A controller of such workers, on a Ray started by scaleray."""
+    """A controller of such workers."""
 
     worker_group_cls = InheritingWorkers
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not worker_template.is_possible(), reason="worke
 SAY = """
 import json, os, sys
 found = {
-    "pid": os.getpid(), "arguments": sys.argv, "folder": os.getcwd(), "colour": os.environ.get("COLOUR"), "nice": os.nice(0),
+    "pid": os.getpid(), "group_of_processes": os.getpgrp(), "arguments": sys.argv, "folder": os.getcwd(), "colour": os.environ.get("COLOUR"), "nice": os.nice(0),
     "of_scaleray": [name for name in sys.modules if name.partition(".")[0] == "scaleray"],
     "imported": [name for name in ("torch._dynamo", "ray.train.torch", "scaleray.training.loop") if name in sys.modules],
 }
@@ -161,6 +161,56 @@ def test_on_a_head_a_job_may_bring_another_version_of_scaleray(started, tmp_path
         template.close()
     assert not seen["is_itself"] and seen["imported"] == LIBRARIES and not seen["of_scaleray"]
     assert seen["scaleray"] == str(package / "__init__.py")
+
+
+@pytest.mark.combination
+def test_an_expected_job_has_the_modules_of_its_driver(started):
+    template = worker_template.WorkerTemplate(folder=worker_template.short_folder())
+    ids = {worker_template.JOB: "07000000", worker_template.RAYLET: str(os.getpid())}
+    try:
+        worker_template.expect(str(template.socket), ids, modules=["scaleray.training.worker"])
+        seen = started(template.socket, job="07000000")
+    finally:
+        template.close()
+    assert not seen["is_itself"] and seen["imported"] == [*LIBRARIES, "scaleray.training.loop"]
+    worker_template.expect(str(template.socket), ids, modules=[])  # it is gone: workers are then what Ray starts
+
+
+def test_a_fork_leaves_the_group_of_its_driver_if_its_raylet_is_in_another(template, started):
+    """The raylet of a cluster ends the group of each worker that has ended, which must not be the driver's."""
+    assert started(template.socket)["group_of_processes"] == os.getpgrp()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True) as raylet:
+        seen = started(template.socket, **{worker_template.RAYLET: str(raylet.pid)})
+        raylet.communicate(b"\n")
+    assert not seen["is_itself"] and seen["group_of_processes"] == seen["pid"]
+
+
+def raylets(monkeypatch, *found):
+    """Let the machine have these raylets: the address of the cluster, the interpreter, and the user of each."""
+    processes = []
+    for number, (address, interpreter, user) in enumerate(found, start=1):
+        words = ["raylet", f"--gcs-address={address}", f"--python_worker_command={interpreter} setup_worker.py --x=1"]
+        info = {"name": "raylet", "cmdline": words, "uids": SimpleNamespace(real=user)}
+        processes.append(SimpleNamespace(info=info, pid=number))
+    monkeypatch.setattr(worker_template.psutil, "process_iter", lambda names: processes)
+
+
+def test_the_raylet_of_a_cluster_on_this_machine_is_found_by_its_address(monkeypatch):
+    mine = (sys.executable, os.getuid())
+    raylets(monkeypatch, ("10.0.0.7:6379", *mine), ("10.0.0.7:6380", *mine))
+    assert worker_template.raylet_here("10.0.0.7:6379") == 1
+    assert worker_template.raylet_here("127.0.0.1:6380") == 2
+    assert worker_template.raylet_here("10.0.0.8:6379") is None
+    assert worker_template.raylet_here("ray://10.0.0.7:10001") is None
+    assert worker_template.raylet_here("auto") is None  # which of them, Ray must find out
+
+
+@pytest.mark.parametrize(
+    "other", [("/other/python", os.getuid()), (sys.executable, os.getuid() + 1)], ids=["another Python", "another user"]
+)
+def test_a_raylet_that_could_not_use_this_template_is_left_alone(monkeypatch, other):
+    raylets(monkeypatch, ("10.0.0.7:6379", *other))
+    assert worker_template.raylet_here("10.0.0.7:6379") is None
 
 
 @pytest.mark.parametrize("why", ["no template", "no job", "another Python"])

@@ -16,7 +16,7 @@ from scaleray.launch.workers.ray_train import without_watcher_notice
 
 @pytest.fixture
 def launched(monkeypatch):
-    """What the controller's actor is made with, by whether the Ray is a command's own."""
+    """What the controller's actor is made with, by whether workers inherit all variables."""
     found = {}
 
     def remote(**options):
@@ -28,10 +28,10 @@ def launched(monkeypatch):
 
         return of_class
 
-    def launch(*, is_own, datasets=None):
+    def launch(*, inherits, datasets=None):
         scaling = ray.train.ScalingConfig(num_workers=2)
         trainer = lean_trainer.lean_trainer(print, datasets=datasets, scaling_config=scaling)
-        monkeypatch.setattr(connection, "is_own", lambda: is_own)
+        monkeypatch.setattr(connection, "workers_inherit", lambda: inherits)
         monkeypatch.setattr(ray, "remote", remote)
         monkeypatch.setattr(ray, "get_runtime_context", lambda: type("Here", (), {"get_node_id": lambda self: "n"})())
         with pytest.raises(InterruptedError):
@@ -42,15 +42,15 @@ def launched(monkeypatch):
     return launch
 
 
-def test_on_a_ray_of_its_own_neither_controller_nor_workers_have_an_environment_of_their_own(launched):
-    made = launched(is_own=True)
+def test_where_workers_inherit_neither_controller_nor_workers_have_an_environment_of_their_own(launched):
+    made = launched(inherits=True)
     assert "runtime_env" not in made["options"]
     assert made["class"].worker_group_cls._get_worker_runtime_env({}) == {}
     assert made["class"].worker_group_cls._get_worker_runtime_env({"env_vars": {"A": "1"}}) == {"env_vars": {"A": "1"}}
 
 
 def test_on_a_cluster_of_others_ray_train_starts_as_it_does(launched):
-    made = launched(is_own=False)
+    made = launched(inherits=False)
     assert made["options"]["runtime_env"]["env_vars"]
     assert made["class"] is lean_trainer.controller.TrainController
 
