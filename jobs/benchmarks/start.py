@@ -12,14 +12,20 @@ import csv
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import harness
 import training
+
+from scaleray.common.guarded import guarded
 
 BARE, BASELINE = "bare_ray_train", "bare_ray_train"
 SIDES = ("scaleray", BARE, "torchrun")
@@ -58,18 +64,42 @@ def measure(side: str, job: training.Job, before: Path | None) -> harness.Measur
 
 @contextlib.contextmanager
 def cluster(is_asked_for: bool) -> Iterator[None]:
-    """A head that is up before the commands start, for as long as the context lasts, where it is asked for."""
+    """A head as users start it, up before the commands start, for as long as the context lasts, where it is asked for.
+
+    Not a head of scaleray's own: that one listens on loopback alone, where a plain `ray.init` never gets its workers."""
     if not is_asked_for:
         yield
         return
-    from scaleray.launch.cluster.head import local_head
+    import ray.util
 
-    with local_head(num_cpus=(os.cpu_count() or 1) + 2) as head:
-        os.environ["RAY_ADDRESS"] = head.address
+    ports = [harness.free_port() for _ in range(3)]
+    settings = {"RAY_ADDRESS": f"{ray.util.get_node_ip_address()}:{ports[0]}", "RAY_AUTH_MODE": "disabled"}
+    with tempfile.TemporaryDirectory(prefix="r-", ignore_cleanup_errors=True) as folder, mock.patch.dict(os.environ):
+        os.environ.pop("RAY_ADDRESS", None)
+        words = [
+            f"--port={ports[0]}", f"--dashboard-port={ports[1]}", f"--ray-client-server-port={ports[2]}",
+            f"--num-cpus={(os.cpu_count() or 1) + 2}", f"--object-store-memory={2**29}", f"--temp-dir={folder}/ray",
+        ]  # fmt: skip
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
+        head = subprocess.Popen(
+            guarded([*command, *words]),
+            env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        assert head.stdout is not None
         try:
+            while "Ray runtime started" not in (line := head.stdout.readline()):
+                if not line:
+                    raise RuntimeError("ray start ended early")
+            threading.Thread(target=head.stdout.read, daemon=True).start()  # or a full pipe would stop the head
+            os.environ.update(settings)
             yield
         finally:
-            del os.environ["RAY_ADDRESS"]
+            head.terminate()
+            head.wait()
 
 
 def describe(found: Sequence[harness.Measurement], arguments: argparse.Namespace) -> str:
@@ -95,7 +125,9 @@ def describe(found: Sequence[harness.Measurement], arguments: argparse.Namespace
     rules = RULES.format(
         steps=STEPS,
         where=", on a head that is up already" if arguments.on_cluster else "",
-        not_of_the_head=", without those of the head, which its workers are" if arguments.on_cluster else "",
+        not_of_the_head=", without those of the head, and of workers that the head starts"
+        if arguments.on_cluster
+        else "",
         seed=arguments.seed,
         repeats=arguments.repeats,
         baseline=BASELINE,
