@@ -13,6 +13,10 @@ from scaleray.common.watchers import Guard, Watcher
 from scaleray.recording.outbox import Outbox
 
 FLUSH_S = 1.0
+MOST_PAUSES = 5
+"""Longest pause between two writes, in FLUSH_S: the points wait for it."""
+FLUSH_SHARE = 0.01
+"""Share of the time for writes, which take the cores of the training: a batch of points takes MLflow 20 to 40 ms."""
 STALLED_S = 1800.0
 """Seconds for one write to MLflow, which may be the upload of a large model; every other request has its own time
 limit."""
@@ -32,8 +36,8 @@ class Marker:
 
 
 class Writer(Generic[Item]):
-    """Passes items to `take` one at a time, through `guard`, and calls `flush` at least every FLUSH_S seconds, which
-    may not raise.
+    """Passes items to `take` one at a time, through `guard`, and calls `flush`, which may not raise, every FLUSH_S
+    seconds, and less often if that would take more than FLUSH_SHARE of the time.
 
     flush: writes the items gathered by `take`; returns the error, if any. outbox: used by both."""
 
@@ -49,7 +53,8 @@ class Writer(Generic[Item]):
         self._outbox, self._take, self._flush, self._guard = outbox, take, flush, guard or Guard()
         self._queue: queue.Queue[Item | Marker | None] = queue.Queue()
         self._is_abandoned = False
-        self._written_at = time.monotonic()
+        self._written_at = self._flushed_at = time.monotonic()
+        self._pause_s = FLUSH_S
         self._thread = threading.Thread(target=self._write_all, name=name, daemon=True)
 
     def start(self) -> None:
@@ -82,13 +87,20 @@ class Writer(Generic[Item]):
         self._is_abandoned = True
         self._queue.put(None)
 
+    def _flush_if_due(self) -> None:
+        """Flush if the pause since the last time is over."""
+        began_at = time.monotonic()
+        if began_at - self._flushed_at > self._pause_s:
+            self._flush()
+            self._flushed_at = time.monotonic()
+            self._pause_s = min(MOST_PAUSES * FLUSH_S, max(FLUSH_S, (self._flushed_at - began_at) / FLUSH_SHARE))
+
     def _write_all(self) -> None:
-        flushed_at = time.monotonic()
         while True:
             try:
                 item = self._queue.get(timeout=FLUSH_S)
             except queue.Empty:
-                self._flush()
+                self._flush_if_due()
                 continue
             if self._is_abandoned:
                 return
@@ -100,7 +112,5 @@ class Writer(Generic[Item]):
                 item.is_passed.set()
             else:
                 self._guard(Watcher.RECORDING, partial(self._take, item), None, part=type(item).__name__)
-                if time.monotonic() - flushed_at > FLUSH_S:
-                    self._flush()
-                    flushed_at = time.monotonic()
+                self._flush_if_due()
             self._written_at = time.monotonic()
