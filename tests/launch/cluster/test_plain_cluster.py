@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -22,12 +23,13 @@ pytestmark = [
 ]
 
 CONNECT = """
-import json, os, sys, time
+import contextlib, json, os, sys, time
 import psutil
 from scaleray.config import RunConfig
 from scaleray.launch.cluster.connection import connected, workers_inherit
 
-with connected(RunConfig.model_validate({"workload": {"name": "nothing.py:Nothing"}, "scale": {"workers": 2}})):
+given = {"workload": {"name": "nothing.py:Nothing"}, "batch": {"global_size": 2}, "stop": {"after": "1 step"}}
+with connected(RunConfig.model_validate(given | {"optimizer": {"learning_rate": 0.1}, "scale": {"workers": 2}})):
     import ray
 
     @ray.remote(num_cpus=0)
@@ -41,7 +43,15 @@ with connected(RunConfig.model_validate({"workload": {"name": "nothing.py:Nothin
                 "mine": os.environ.get("RAY_TRAIN_MINE"),
             }
 
-    time.sleep(float(sys.argv[1]))
+    def idle():
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if " ".join(process.cmdline()).startswith("ray::IDLE") and "template" in str(process.parent().cmdline()):
+                    return True
+        return False
+
+    while sys.argv[1] == "waits" and not idle():
+        time.sleep(0.2)
     asked_at = time.time()
     print(json.dumps(ray.get(Actor.remote().about.remote()) | {"asked_at": asked_at, "inherits": workers_inherit()}))
 """
@@ -64,20 +74,20 @@ def plain_head():
         start_new_session=True,
     )
     try:
-        lines = iter(head.stdout.readline, "")
-        address = next(line.split("'")[1] for line in lines if "ray start --address=" in line)
+        assert any("Ray runtime started" in line for line in iter(head.stdout.readline, ""))
         threading.Thread(target=head.stdout.read, daemon=True).start()  # or a full pipe would stop it
-        yield address
+        yield f"127.0.0.1:{port}"
     finally:
         head.terminate()
         head.wait()
 
 
-def connect(address, *, wait_s=0.0, **variables):
-    """What an actor of a driver on that head finds, and the driver's process group."""
+def connect(address, *, waits, **variables):
+    """What an actor of a driver on that head finds, and the driver's process group. waits: for a worker without a
+    use."""
     environment = {**os.environ, "RAY_ADDRESS": address, "RAY_AUTH_MODE": "disabled", **variables}
     driver = subprocess.Popen(
-        [sys.executable, "-c", CONNECT, str(wait_s)], env=environment, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", CONNECT, "waits" if waits else ""], env=environment, stdout=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
     output, _ = driver.communicate(timeout=300)
@@ -87,18 +97,20 @@ def connect(address, *, wait_s=0.0, **variables):
 
 @pytest.mark.timeout(400)
 def test_workers_are_forks_that_start_before_they_are_needed_and_end_with_their_driver(plain_head):
-    found, driver = connect(plain_head, wait_s=20.0, RAY_TRAIN_MINE="1")
+    found, driver = connect(plain_head, waits=True, RAY_TRAIN_MINE="1")
     assert "worker_template" in found["parent"] and found["imported"] and found["has_group"]
-    assert found["started_at"] < found["asked_at"] - 1 and found["inherits"]
+    assert found["started_at"] < found["asked_at"] and found["inherits"]
     assert (found["watcher"], found["mine"]) == ("0", "1")  # what Ray Train would give each of them
 
-    def left():
-        return [p.pid for p in psutil.process_iter() if p.pid == found["pid"] or os.getpgid(p.pid) == driver]
+    def is_left(process):
+        with contextlib.suppress(OSError):
+            return process.pid == found["pid"] or os.getpgid(process.pid) == driver
+        return False
 
-    wait_until(lambda: not left(), seconds=60)
+    wait_until(lambda: not any(map(is_left, psutil.process_iter())), seconds=60)
 
 
 @pytest.mark.timeout(400)
 def test_without_private_parts_workers_are_what_ray_starts(plain_head):
-    found, _ = connect(plain_head, SCALERAY_PRIVATE_PARTS="0")
+    found, _ = connect(plain_head, waits=False, SCALERAY_PRIVATE_PARTS="0")
     assert "worker_template" not in found["parent"] and not found["imported"] and found["inherits"]
