@@ -308,7 +308,7 @@ def _connect(address: str, *, name: str = "RAY_ADDRESS", forks: Callable[[int], 
             inherit = num_nodes == 1
             more = forks(num_nodes)
             given = {name: value for name, value in os.environ.items() if name.startswith(GIVEN_TO_WORKERS)}
-            environment["env_vars"] |= ({**OF_RAY_TRAIN, **given} if inherit else {}) | more.pop("env_vars", {})
+            environment["env_vars"] |= ({**given, **OF_RAY_TRAIN} if inherit else {}) | more.pop("env_vars", {})
             environment |= more
         with loopback.reaching(address):
             ray.init(address=address, runtime_env=environment, logging_level=logging.ERROR)
