@@ -222,7 +222,8 @@ def _importing(modules: Sequence[str], later: str) -> Iterator[None]:
 
     was_collecting = gc.isenabled()
     gc.disable()  # a tenth of the time of imports
-    threading.Thread(target=work, name="scaleray-imports", daemon=True).start()
+    # no daemon: a command that is refused at once would end in the middle of an import, and libtorch aborts then
+    threading.Thread(target=work, name="scaleray-imports").start()
     try:
         yield
         with stage("importing"):  # an import that waits for one that fails gets a module without its names
