@@ -1,5 +1,7 @@
 """The function that Ray Train runs on every worker, and its connection to the recorder's actor."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import logging
@@ -9,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -19,13 +21,15 @@ from scaleray.errors import WorkloadError
 from scaleray.records.run_record import Heartbeat, WorkerMessage, WorkerSummary
 from scaleray.records.start import PROCESSES, WORKER_IMPORTS, StartClock
 from scaleray.records.worker_requests import ControlRequest
-from scaleray.training.assignment import Assignment
 from scaleray.training.health.worker_progress import Tail, TailHandler
 from scaleray.training.rank import Channel, run_rank
 from scaleray.training.ray_metrics import RankPublisher
 from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.checkpointing import Control
 from scaleray.training.state.live_state import LiveState
+
+if TYPE_CHECKING:
+    from scaleray.training.assignment import Assignment
 
 TAIL_LINES = 20
 
