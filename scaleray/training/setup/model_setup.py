@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -110,9 +111,12 @@ def build_mesh(degrees: Degrees, strategy: str, device_type: str) -> DeviceMesh:
     workers of a context are neighbours along `shard` or `dp`, and the state is sharded over them, too. Replicas that
     train apart on several workers each: `replicate` and the axes of one."""
     # DTensor keeps the results of its planning by the layout of a mesh, process groups included: in a process that has
-    # left its group and joined another, as between two sizes of `verify`, they would name groups that are gone
+    # left its group and joined another, as between two sizes of `verify`, they would name groups that are gone, and
+    # hold their threads, which poll
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
+    _gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
     shard = degrees.shard * degrees.context
     both = shard > 1 if strategy == "fsdp" else degrees.shard > 1 or strategy == "tensor"
     data = {"replicate": degrees.replicate, "shard": shard} if degrees.replicate > 1 and both else {}
