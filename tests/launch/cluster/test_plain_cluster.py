@@ -44,11 +44,11 @@ with connected(RunConfig.model_validate(given | {"optimizer": {"learning_rate": 
             }
 
     def idle():
-        for process in psutil.process_iter():
+        found = []
+        for process in psutil.Process().children(recursive=True):  # forks of this driver's template
             with contextlib.suppress(psutil.Error):
-                if " ".join(process.cmdline()).startswith("ray::IDLE") and "template" in str(process.parent().cmdline()):
-                    return True
-        return False
+                found += process.cmdline()
+        return any(word.startswith("ray::IDLE") for word in found)
 
     while sys.argv[1] == "waits" and not idle():
         time.sleep(0.2)
