@@ -97,8 +97,9 @@ class Coordinator:
 
     def close(self) -> None:
         """Close all connections and end the thread."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=5)
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=5)
 
     def _run(self, is_up: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)
@@ -107,12 +108,13 @@ class Coordinator:
         is_up.set()
         tasks = {self._loop.create_task(self._look())}
         self._loop.run_forever()
+        self.is_over, self._store = True, None
         server.close()
-        self._store = None
         tasks |= asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.run_until_complete(asyncio.sleep(0))  # connections are closed in a turn of their own
         self._loop.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -127,7 +129,8 @@ class Coordinator:
                     self._workers[worker.number] = worker
                 worker.seen_at = time.monotonic()
                 self._take(worker, message)
-        except (OSError, ValueError, KeyError):  # a connection reset, or a line from elsewhere
+        # a reset, lines from elsewhere, or the end
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, asyncio.CancelledError):
             pass
         finally:
             writer.close()
@@ -213,7 +216,7 @@ class Coordinator:
             self._form()
             for worker in list(self._workers.values()):
                 if time.monotonic() - worker.seen_at > self.silent_s and not self.is_over:
-                    with contextlib.suppress(OSError):
+                    with contextlib.suppress(Exception):  # of the system, or of Ray: the watch must not end with it
                         self._end(worker.number, worker.node, worker.pid)
                     worker.writer.close()
                     self._lose(worker)

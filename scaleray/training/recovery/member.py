@@ -88,8 +88,10 @@ class Member:
     def next_group(self) -> Group | None:
         """Wait for the next group; None if the training is complete. Raises PeerLostError without a coordinator."""
         self._send(READY)
-        while (message := self._next())["kind"] == BROKEN:
+        while (message := self._next()) is not None and message["kind"] == BROKEN:
             pass  # of a group that this worker has left
+        if message is None:
+            raise PeerLostError("the coordinator of recoveries is lost")
         if message["kind"] == OVER:
             return None
         self._epoch, self._last_random = message["epoch"], {}
@@ -119,20 +121,17 @@ class Member:
 
     def complete(self) -> bool:
         """Report that this worker has trained to the end, and return whether all others have as well; False if one was
-        lost before."""
+        lost before. Without a coordinator nobody waits for the others."""
         self._send(DONE)
-        while (message := self._next())["kind"] == BROKEN and message["epoch"] != self._epoch:
-            pass
-        return message["kind"] == OVER
+        while (message := self._next()) is not None:
+            if message["kind"] == OVER or message["epoch"] == self._epoch:
+                return message["kind"] == OVER
+        return True
 
-    def close(self) -> None:
-        """Close the connection."""
-        self._stop.set()
-        self._socket.close()
-
-    def _next(self) -> dict[str, Any]:
+    def _next(self) -> dict[str, Any] | None:
+        """The next message; None, from then on, if the coordinator is lost."""
         if (message := self._messages.get()) is None:
-            raise PeerLostError("the coordinator of recoveries is lost")
+            self._messages.put(None)
         return message
 
     def _send(self, kind: str, **values: Any) -> None:
@@ -141,7 +140,7 @@ class Member:
             try:
                 self._socket.sendall(data)
             except OSError:  # the training continues without a coordinator, until a worker is lost
-                self._messages.put(None)
+                self._stop.set()
 
     def _receive(self) -> None:
         with self._socket.makefile("rb") as lines:

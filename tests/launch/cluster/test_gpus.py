@@ -10,7 +10,7 @@ from scaleray.errors import ConfigError
 from scaleray.launch.cluster.connection import Node
 from scaleray.launch.cluster.gpu_workers import idle_gpus, with_gpus_decided
 from scaleray.launch.run.resume import changes
-from scaleray.launch.workers.ray_train import collective_backend, worker_resources
+from scaleray.launch.workers.ray_train import worker_resources
 
 NEEDED = {"workload.name": "m:W", "batch.global_size": 8, "optimizer.learning_rate": 0.1, "stop.after": "1 epoch"}
 
@@ -38,7 +38,7 @@ def test_auto_is_one_where_the_cluster_has_gpus_and_what_was_asked_for_stays(
     config = decided(config_of(scale__gpus_per_worker=asked), nodes(*gpus))
     assert config.scale.gpus_per_worker == config.scale.gpus == number
     assert config.to_dict()["scale"]["gpus_per_worker"] == number
-    assert collective_backend(config) == ("cpu:gloo,cuda:nccl" if number else "gloo")
+    assert config.scale.backend == ("cpu:gloo,cuda:nccl" if number else "gloo")
     assert worker_resources(config).get("GPU", 0) == number
 
 
