@@ -120,7 +120,7 @@ def without(item):
     def plant():
         restore = TrainState.restore
 
-        def broken(self, manifest, stores, group):
+        def broken(self, manifest, load):
             # collective, so that only what needs it asks for it: one rank alone may be broken
             tensors = self.capture()[0] if item == "model" else {}
             kept = {name: value.clone() for name, value in tensors.items() if name.startswith("model.")}
@@ -130,7 +130,7 @@ def without(item):
             progress = self.get_progress()
             random = state_module.random_state(self.place.device)
             before = self.workload.state_dict() if item == "workload" else None
-            restore(self, manifest, stores, group)
+            restore(self, manifest, load)
             if item == "model":
                 for name, value in self.setup.parallel.module.state_dict().items():
                     value.copy_(kept[f"model.{name}"])

@@ -147,7 +147,8 @@ def request_workers(config: RunConfig) -> None:
         job_id=bytes.fromhex(context.get_job_id()),
         runtime_env_info=RuntimeEnvInfo(serialized_runtime_env=context.get_runtime_env_string()),
         keep_alive_duration_secs=UNUSED_S,
-        num_workers=min(config.scale.min_workers, room) + 2,  # and those of the recorder and the controller
+        num_workers=min(config.scale.min_workers + config.recovery.spares, room)
+        + 2,  # and those of the recorder and the controller
     )
     channel = init_grpc_channel(f"{here['NodeManagerAddress']}:{here['NodeManagerPort']}", options=GLOBAL_GRPC_OPTIONS)
     with contextlib.suppress(Exception), contextlib.closing(channel):  # without them, workers start as always

@@ -126,8 +126,15 @@ def to_device(columns: dict[str, Any], device: torch.device, dtype: torch.dtype 
     if device.type == "cuda":
         tensors = _copied_beside(tensors, device)
     elif device.type == "cpu":
-        tensors = {n: t if t.data_ptr() % ALIGNMENT == 0 else t.clone() for n, t in tensors.items()}
+        tensors = {n: _aligned(t) for n, t in tensors.items()}
     return {n: as_dtype(t, dtype) for n, t in tensors.items()}
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied if it begins elsewhere than torch's own. A subclass, such as a fake tensor, may have no
+    address."""
+    is_elsewhere = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.data_ptr() % ALIGNMENT
+    return tensor.clone() if is_elsewhere else tensor
 
 
 def _copied_beside(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
