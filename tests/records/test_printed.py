@@ -38,7 +38,18 @@ def certificate():
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        (run_record(), ["digits: done", "2 workers, ddp, 40 steps", "val/accuracy 0.98", "events: 2", "again", "/x"]),
+        (
+            run_record(),
+            [
+                "digits: val/accuracy 0.98",
+                "status: FINISHED",
+                "2 workers, ddp, 40 steps",
+                "val/accuracy 0.98",
+                "events: 2",
+                "again",
+                "/x",
+            ],
+        ),
         (study_examples.study(), ["study ", "8 workers", "samples/s", "folder: "]),
         (study_examples.sweep(), ["sweep ", "trials", "folder: "]),
         (certificate(), ["passed: the same training", "20 steps in fp64", "/runs/x/certificate.json"]),

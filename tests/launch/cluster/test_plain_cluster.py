@@ -14,6 +14,7 @@ import pytest
 from waiting import wait_until
 
 from scaleray.common.guarded import guarded
+from scaleray.common.own_folder import plain_executable
 from scaleray.launch.cluster import worker_template
 from scaleray.launch.cluster.own_ray import free_port
 
@@ -62,7 +63,7 @@ def plain_head():
     """Address of a head that Ray's own command line has started."""
     folder = worker_template.short_folder()
     port, others = free_port(), [f"--{name}-port={free_port()}" for name in ("dashboard", "ray-client-server")]
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
+    command = [plain_executable(), "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     words = [f"--port={port}", *others, "--num-cpus=4", f"--object-store-memory={2**28}", f"--temp-dir={folder}/ray"]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     head = subprocess.Popen(
