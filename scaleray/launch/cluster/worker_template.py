@@ -31,7 +31,7 @@ from typing import Any
 
 import psutil
 
-from scaleray.common.own_folder import short_path
+from scaleray.common.own_folder import plain_executable, short_path
 from scaleray.common.private_parts import FORKED_WORKERS
 from scaleray.launch.cluster import ray_settings
 
@@ -118,7 +118,7 @@ def raylet_here(address: str) -> int | None:
         words = [word.removeprefix("--").partition("=") for word in process.info["cmdline"] or []]
         options = {name: value for name, _, value in words}
         interpreter = options.get("python_worker_command", "").partition(" ")[0]
-        if interpreter == sys.executable and _is_same(options.get("gcs-address", ""), address):
+        if interpreter in (sys.executable, plain_executable()) and _is_same(options.get("gcs-address", ""), address):
             found.append(process.pid)
     return found[0] if len(found) == 1 else None
 
