@@ -52,7 +52,7 @@ def with_config_keys(app: App) -> App:
 
 
 def _with_options(function: Any) -> Any:
-    """Return a copy of a command with the same options, and the config keys in place of plain words."""
+    """Return a copy of a command with the config keys as named options instead of free arguments."""
 
     def stand_in(*_: Any, **__: Any) -> None:
         raise AssertionError("only its signature is used")

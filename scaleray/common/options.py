@@ -70,7 +70,7 @@ def _signature(function: Callable[..., Any], fields: Sequence[dataclasses.Field[
 
 
 def whole_numbers(option: str, given: Numbers) -> list[int]:
-    """Parse whole numbers of an option, given as text such as `1,2,4` or as a sequence. Raises ConfigError with the
+    """Parse an option's whole numbers, given as text such as `1,2,4` or as a sequence. Raises ConfigError naming the
     option."""
     try:
         return [int(word) for word in given.split(",") if word.strip()] if isinstance(given, str) else list(given)

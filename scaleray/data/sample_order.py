@@ -194,7 +194,7 @@ class StepPlan:
         return None
 
     def place_among_own(self, epoch: int, place: int, rank: int, world_size: int) -> int:
-        """Number of this rank's own rows of an epoch before `place` in the whole epoch."""
+        """Number of this rank's rows that come before position `place` of an epoch."""
         begin = self.origin.sample if self.origin is not None and self.origin.epoch == epoch else 0
         steps, inside = divmod(place - begin, self.global_batch_size)
         before = begin + steps * self.global_batch_size

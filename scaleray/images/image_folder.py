@@ -85,7 +85,7 @@ def class_names(folder: str) -> list[str]:
         raise DataError("the folder of images", folder, "it does not exist", "give a folder accessible to every worker")
     names = [p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith(".")]
     if not names:
-        raise DataError("the folder of images", folder, "it has no folders: each class needs one with its images")
+        raise DataError("the folder of images", folder, "it has no subfolders: each class needs one with its images")
     return sorted(names, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name))
 
 

@@ -59,11 +59,11 @@ NEVER_MEASURED = "set evaluation.every, for example '1 epoch'"
 class LightningHooks(Callback):
     """Calls the hooks of a module and its callbacks between steps and around evaluations, on every worker.
 
-    callbacks: those whose hooks are called, before the module's. monitors: names of callbacks and of the values in
-    `self.log` that they follow, by name in the record. schedule: the module's schedulers, if it has any.
+    callbacks: those whose hooks are called, before the module's. monitors: for each value in the record, the
+    callback that follows it and its name in `self.log`. schedule: the module's schedulers, if it has any.
     evaluate_every: steps from one evaluation to the next. metrics: torchmetrics objects logged by training steps, by
-    name; evaluated_metrics: those logged by the evaluated split, by their names in the record. logged_as: names in
-    `self.log` of evaluation values, by their names in the record."""
+    name; evaluated_metrics: those logged by the evaluated split, by their names in the record. logged_as: name in
+    `self.log` of each value that an evaluation records."""
 
     def __init__(self, trainer: TrainerStandIn) -> None:
         self.trainer = trainer

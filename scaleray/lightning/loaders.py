@@ -178,7 +178,7 @@ def _check_sampler(what: str, split: str, loader: DataLoader[Any]) -> list[str]:
         hint = "leave it out, and weight rows in the loss or repeat them in the Dataset"
         raise DataError.problem(what, f"uses the sampler {type(sampler).__name__}: {text}", hint)
     if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(loader.dataset)):  # type: ignore[arg-type]
-        text = "uses a RandomSampler that repeats or drops rows: an epoch of scaleray has every row once"
+        text = "uses a RandomSampler that repeats or drops rows, but in scaleray an epoch has each row exactly once"
         raise DataError.problem(what, text, "use shuffle=True")
     if split.startswith(TRAIN) and isinstance(sampler, SequentialSampler):
         return ["its DataLoader does not shuffle; data.shuffle decides here (true unless set to false)"]

@@ -66,8 +66,8 @@ def replay(file: str | Path, *, uri: str | None = None) -> int | None:
         path.replace(kept)
         raise TrackingError.problem(
             "MLflow",
-            f"rejected {quantity(len(refused), 'value')} of {path} and accepted the others: {'; '.join(refused[:3])}",
-            f"the file is now {kept}",
+            f"rejected {quantity(len(refused), 'value')} of {path}: {'; '.join(refused[:3])}. It accepted the others",
+            f"see the file, which is kept as {kept}",
         )
     num_lost = unsent.num_damaged + unsent.is_cut
     if num_lost:

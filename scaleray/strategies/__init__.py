@@ -1,4 +1,4 @@
-"""Strategies that distribute a model over workers. // Each is a function `apply(model, mesh, config, workload) ->
+"""Strategies that distribute a model over workers. Each is a function `apply(model, mesh, config, workload) ->
 Parallel`."""
 
 from scaleray.strategies import async_sgd, ddp, diloco, fsdp, gossip, local_sgd, single, tensor, zero1

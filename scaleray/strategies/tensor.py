@@ -255,7 +255,7 @@ def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
             if ours != theirs:
                 raise WorkloadError.problem(
                     "tensor_plan()",
-                    f"has {first} as {ours} and {name} as {theirs}: they are one parameter, and must be split alike",
+                    f"splits {first} as {ours} and {name} as {theirs}, but they are one parameter",
                     "untie them, or split both along the same dimension",
                 )
             path, _, last = name.rpartition(".")

@@ -67,7 +67,7 @@ def resolved(point: Point | None) -> list[tuple[int, float]]:
 
 
 def sentence(point: Point) -> str:
-    """Meaning of this point's noise for batches."""
+    """Sentence on what this point's noise scale says about the size of batches."""
     noise = point.noise
     if noise is None:
         return ""

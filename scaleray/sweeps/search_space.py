@@ -184,9 +184,7 @@ def parse_rates(option: str, text: str) -> tuple[float, ...] | LogUniform:
     low, dots, high = text.partition("..")
     rates = _parse_list(option, f"{low},{high}" if dots else text, float, example)
     if not all(0 < rate < math.inf for rate in rates) or (dots and (len(rates) != 2 or rates[0] >= rates[1])):
-        raise ConfigError(
-            option, text, "learning rates must be above 0, and the second end of a range above the first", example
-        )
+        raise ConfigError(option, text, "learning rates must be above 0, and a range must end above its start", example)
     return LogUniform(rates[0], rates[1]) if dots else rates
 
 

@@ -147,9 +147,7 @@ def test_replay_sends_what_is_taken_and_keeps_the_rest(uri, tmp_path):
         {"op": "metrics", "points": [["late", 3.0, 1000, 7]]},
     ]
     (moved / "unsent.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(
-        TrackingError, match=r"rejected 1 value of .* and accepted the others: the file [^\x1b\x07]*gone\.csv"
-    ):
+    with pytest.raises(TrackingError, match=r"rejected 1 value of .*: the file [^\x1b\x07]*gone\.csv"):
         replay(moved / "unsent.jsonl", uri=uri)
     client = MlflowClient(uri)
     assert client.get_run(identity.run_id).data.metrics["late"] == 3.0

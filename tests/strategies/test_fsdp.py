@@ -158,7 +158,7 @@ def test_types_that_do_not_go_with_the_precision_are_refused(key):
 
 
 @pytest.mark.parametrize(("flags", "workers", "says"), [
-    ({"parallel.replicate": 3}, 4, "scale.workers is 4, and must be a multiple of their product, 3"), ({"parallel.replicate": 4}, 4, "would each hold everything"),
+    ({"parallel.replicate": 3}, 4, "scale.workers is 4, and must be a multiple of their product, 3"), ({"parallel.replicate": 4}, 4, "would each hold the whole state"),
     ({"fsdp.cpu_offload": True}, 2, "no GPU"), ({"parallel.replicate": 2, "scale.workers": {"min": 2, "max": 4}}, None, "replicate 2 x shard 2 the number is fixed"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_refused_before_anything_starts(flags, workers, says):

@@ -148,7 +148,7 @@ class TiedApart(Classify):
         (NoPlan(), "lacks tensor_plan"),
         (Misspelt(), "no such module"),
         (LeavesOut(), "lacks 2.weight"),
-        (TiedApart(), "must be split alike"),
+        (TiedApart(), "they are one parameter"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused_with_the_reason(gloo, workload, says):

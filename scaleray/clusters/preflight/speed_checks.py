@@ -55,7 +55,8 @@ def check_rates(measured: Measured) -> PreflightCheck:
 
 
 def _share_of_catalogue(rates: Sequence[DeviceRate]) -> float | None:
-    """The slowest GPU's share of its type's rate in the catalogue; None if the catalogue has none of them."""
+    """Median ratio of a GPU's measured rate to its type's rate in the catalogue; None if the catalogue has none of the
+    types."""
     shares = []
     for rate in rates:
         try:

@@ -203,8 +203,8 @@ def _check(url: str) -> tuple[str, str]:
 
 
 def _headers(url: str) -> dict[str, str]:
-    """Header with the token, if it may be sent to this address: this user's own only to this machine and to clusters in
-    the user's file, one from the environment to every cluster."""
+    """Header with the token, if it may be sent to this address. The user's own token goes only to this machine and to
+    clusters in the user's file; one from the environment is sent to any cluster."""
     is_here = urllib.parse.urlsplit(url).hostname in loopback.NAMES
     return headers() if is_here or is_given() or is_named(url) else {}
 

@@ -219,8 +219,8 @@ def check_fsdp(config: RunConfig, workers: int) -> None:
         raise ConfigError(
             "parallel.replicate",
             degrees.replicate,
-            f"{workers} workers would each hold everything",
-            f"possible: {', '.join(map(str, near))}; strategy.name ddp holds everything",
+            f"{workers} workers would each hold the whole state, so nothing is sharded",
+            f"use {' or '.join(map(str, near))}, or strategy.name ddp for whole replicas",
         )
     if config.fsdp.cpu_offload and not config.scale.may_have_gpus:
         raise ConfigError(

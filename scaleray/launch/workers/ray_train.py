@@ -36,7 +36,7 @@ def torch_trainer(
 ) -> Any:
     """A TorchTrainer with the config's backend, resources and placement, which has not been started.
 
-    worker: called on each worker with a mapping, whose `task` is a reference to the given task. // num_workers: a
+    worker: called on each worker with a mapping, whose `task` is a reference to the given task. num_workers: a
     number, or the least and the most of an elastic run. num_spares: workers in addition, that take the place of lost
     ones; Ray then replaces these one by one, and leaves the others alone. name: name of Ray Train's own folder in
     `storage_path`. datasets: Ray Datasets that are streamed to the workers, by split."""
@@ -93,7 +93,7 @@ def fit_group(
     """Result of `function(place, *arguments)` on rank 0, run once by a group of workers.
 
     Arguments that are object references are fetched. name: name of Ray Train's own folder, with the world size added.
-    Raises the errors that `lost_workers.explain` makes of Ray's.
+    Raises the errors into which `lost_workers.explain` converts Ray's.
     """
     import ray
     import ray.train

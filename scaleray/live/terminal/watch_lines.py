@@ -20,7 +20,7 @@ SHOWN_OF_ID = 8
 
 
 def state_line(state: LiveState) -> str:
-    """A run in one line, in the columns of a training's own lines."""
+    """State of a run on one line, laid out like the lines that a training prints."""
     parts = [f"{state.name} {state.status}", _how_far(state)]
     if result := result_of(state):
         parts.append(result)

@@ -66,7 +66,7 @@ def straggler_place(finding: Finding, stragglers: Stragglers, signals: Signals) 
 
 
 def waiting_ranks(signals: Signals) -> tuple[int, ...]:
-    """Ranks that wait for their rows, longest first, if others hardly do; empty if all wait alike."""
+    """Ranks that wait much longer for their rows than others do, longest first; empty if all wait about equally."""
     waits = signals.parts[Phase.INPUT].mean(axis=1)
     order = [int(rank) for rank in np.argsort(-waits, kind="stable") if waits[rank] >= ALIKE * waits.max()]
     return tuple(order) if len(order) < len(waits) else ()

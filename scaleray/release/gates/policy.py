@@ -31,7 +31,7 @@ class EqualityPolicy(Settings):
 
 
 class ScalingPolicy(Settings):
-    """Required efficiency of the candidate's number of workers, by a study."""
+    """Efficiency that a scaling study must show for the candidate's number of workers."""
 
     min_efficiency: Annotated[float, Field(gt=0, le=1)] = 0.7
     """Smallest efficiency; the lower end of its interval must be above it."""

@@ -67,7 +67,9 @@ def start_path(
     called = name or whole.tracking.experiment
     folder = Path(whole.checkpoint.storage_path) / f"path-{called}"
     if "://" in whole.checkpoint.storage_path:
-        raise UsageError("checkpoint.storage_path", whole.checkpoint.storage_path, "a path's folder must be local")
+        raise UsageError(
+            "checkpoint.storage_path", whole.checkpoint.storage_path, "`scaleray path` needs a local folder"
+        )
     job = _job(whole, Path(config))
     path = PathRecord(
         name=called,

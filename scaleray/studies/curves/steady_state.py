@@ -5,10 +5,11 @@ warm-up ends where the standard error of the remaining batches' mean is smallest
 White 1997, Simulation 69(6):323-334), after at least 3 steps and at most half of all (and 20 stay where there are as
 many). The rest is steady unless
 
-- it drifts: it rises or falls more than chance explains (Kendall's tau, p < 0.01), by more than 3 % from end to end on
-the Theil-Sen line; or - the warm-up had not ended by half of the steps: it would end there, and the last batch before
-it is still more than 3 % and 3 standard deviations off; or - there are fewer than 20 steps after the warm-up: too few
-to tell."""
+- it drifts: it rises or falls more than chance explains (Kendall's tau, p < 0.01), by more than 3 % from end to end
+  on the Theil-Sen line; or
+- the warm-up had not ended by half of the steps: it would end there, and the last batch before it is still more than
+  3 % and 3 standard deviations off; or
+- there are fewer than 20 steps after the warm-up: too few to tell."""
 
 import math
 from collections.abc import Sequence

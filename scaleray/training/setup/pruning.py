@@ -2,7 +2,7 @@
 
 A mask is a bool tensor laid out over ranks like its parameter: true for removed weights. Removal is permanent: the
 weight, its gradient and the optimizer's state are zero from then on. Built by model_setup, called by the step; masks
-are an item of the training's state, so checkpoints have them and another number of workers can read them. Sources: Zhu
+are an item of the training's state, so checkpoints have them, for any number of workers. Sources: Zhu
 & Gupta 2017, arXiv:1710.01878 (magnitude, schedule); Li et al. 2017, arXiv:1608.08710 (rows by norm); Mishra et al.
 2021, arXiv:2104.08378 (2:4)."""
 

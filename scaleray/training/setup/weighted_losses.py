@@ -61,12 +61,12 @@ def check_batch_loss(workload: Any, config: RunConfig, strategy: str) -> None:
     why = "the workload has a batch_loss(), over the outputs of all workers"
     if traits_of(strategy).trains_apart or strategy == "pipeline":
         reason = (
-            "its stages run one micro-batch after the other"
+            "the stages of a pipeline run one micro-batch at a time"
             if strategy == "pipeline"
             else "its workers train separately"
         )
         able = [n for n, t in TRAITS.items() if not t.trains_apart and n not in ("pipeline", "single")]
-        raise ConfigError("strategy.name", strategy, f"{why}, and {reason}", f"use {', '.join(able)}")
+        raise ConfigError("strategy.name", strategy, f"{why}, but {reason}", f"use {', '.join(able)}")
     if config.parallel.context not in (None, 1):
         raise ConfigError("parallel.context", config.parallel.context, f"{why}, and it cuts rows", "leave it out")
     if config.noise_scale.measure is not False:

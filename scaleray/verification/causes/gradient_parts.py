@@ -1,4 +1,4 @@
-"""Parts of a synchronised gradient: the weight of each rank's every micro-batch.
+"""Parts of a synchronised gradient: the weight of every micro-batch of every rank.
 
 Each rank computes the gradients of its own micro-batches again, on a plain model without any strategy. The step's
 gradient is then expressed as a mixture of them, by least squares. Of several losses only the first is used, which
