@@ -8,6 +8,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from scaleray.training.recovery.coordinator import BEAT, BROKEN, DONE, HELLO, LO
 from scaleray.training.setup.stores import StorePlace
 
 RandomState = dict[str, torch.Tensor]
+REPORTED_WITHIN_S = 1.0
+"""Seconds within which the coordinator reports a loss that a collective has noticed."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,14 @@ class Member:
             message["broken_at"],
         )
 
+    def is_group_broken(self) -> bool:
+        """Whether the group has lost a member. A loss shows as an error of many kinds, before the coordinator reports
+        it."""
+        deadline = time.monotonic() + REPORTED_WITHIN_S
+        while self.broken_epoch != self._epoch and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self.broken_epoch == self._epoch
+
     def lose_group(self) -> None:
         """Report that the group is broken, and end its collectives."""
         self._send(LOST, epoch=self._epoch)
@@ -127,6 +138,11 @@ class Member:
             if message["kind"] == OVER or message["epoch"] == self._epoch:
                 return message["kind"] == OVER
         return True
+
+    def close(self) -> None:
+        """End the connection, as the end of the process would: this worker is lost to the others."""
+        self._stop.set()
+        self._socket.shutdown(socket.SHUT_RDWR)
 
     def _next(self) -> dict[str, Any] | None:
         """The next message; None, from then on, if the coordinator is lost."""

@@ -30,7 +30,8 @@ def train_in_groups(member: Member, join: Callable[[Group], None], train: Callab
             if member.complete():
                 return result
         except Exception as exc:
-            if not (isinstance(exc, PeerLostError) or member.broken_epoch == group.epoch or is_lost_peer(exc)):
+            if not (isinstance(exc, PeerLostError) or is_lost_peer(exc) or member.is_group_broken()):
+                member.close()
                 raise
             member.lose_group()
             without_frames(exc)

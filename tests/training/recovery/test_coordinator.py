@@ -45,7 +45,7 @@ def test_a_spare_gets_the_rank_and_the_random_state_of_a_lost_worker(coordinator
     assert {number: group.rank for number, group in first.items()} == {0: 0, 1: 1}
     members[1].keep_random(1, 3, {"torch": torch.arange(5, dtype=torch.uint8)})
     members[2] = member(coordinator, 2)
-    members[1]._socket.shutdown(socket.SHUT_RDWR)  # as the end of its process does
+    members[1].close()
     del members[1]
     second = groups_of(members)
     assert {number: group.rank for number, group in second.items()} == {0: 0, 2: 1}
