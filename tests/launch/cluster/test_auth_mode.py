@@ -95,6 +95,7 @@ def test_no_cluster_is_started_beside_a_connection_that_has_no_token(user, monke
 def test_a_ray_that_other_hosts_reach_asks_for_a_token_or_is_not_started(user, monkeypatch):
     started = []
     monkeypatch.setattr(own_ray, "start", lambda *arguments: started.append(mode()))
+    monkeypatch.setattr(own_ray, "request_workers", lambda config: None)
     monkeypatch.setattr(own_ray, "stop", lambda **named: None)
     monkeypatch.setattr(connection, "_address", lambda: "here")
     values = {"workload.name": "m:W", "batch.global_size": 8, "optimizer.learning_rate": 0.1, "stop.after": "1 epoch"}

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from scaleray.common.own_folder import plain_executable
 from scaleray.launch.cluster import lean_node, worker_template
 
 pytestmark = pytest.mark.skipif(not worker_template.is_possible(), reason="workers are forked on Linux only")
@@ -196,7 +197,7 @@ def raylets(monkeypatch, *found):
 
 
 def test_the_raylet_of_a_cluster_on_this_machine_is_found_by_its_address(monkeypatch):
-    mine = (sys.executable, os.getuid())
+    mine = (plain_executable(), os.getuid())
     raylets(monkeypatch, ("10.0.0.7:6379", *mine), ("10.0.0.7:6380", *mine))
     assert worker_template.raylet_here("10.0.0.7:6379") == 1
     assert worker_template.raylet_here("127.0.0.1:6380") == 2
