@@ -35,7 +35,7 @@ from scaleray.records.run_record import StepRecord
 from scaleray.training import loop
 from scaleray.training.process_group import interface_of
 from scaleray.training.recovery.coordinator import Coordinator
-from scaleray.training.recovery.member import Group, Member
+from scaleray.training.recovery.member import EXIT_CODE, Group, Member
 from scaleray.training.recovery.recovering import train_in_groups
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.rank_context import RankContext
@@ -131,7 +131,10 @@ class Processes:
 
     def __init__(self, steps: int, folder: str) -> None:
         self.steps, self.folder = steps, folder
-        self.coordinator = Coordinator(HOST, RANKS, token=TOKEN, silent_s=SILENT_S, first_group_s=600.0)
+        self.lost: list[str] = []
+        self.coordinator = Coordinator(
+            HOST, RANKS, token=TOKEN, silent_s=SILENT_S, first_group_s=600.0, say=self.lost.append
+        )
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["scaleray.verification.variants", "scaleray.training.recovery.recovering"])
         self.running: dict[int, tuple[Any, Any]] = {}
@@ -161,7 +164,19 @@ class Processes:
         listening = dict(self.running)
         while listening:
             for ready in wait([pipe for _, pipe in listening.values()], timeout=0.1):
-                kind, value = ready.recv()
+                try:
+                    kind, value = ready.recv()
+                except EOFError:
+                    gone = next(n for n, pair in listening.items() if pair[1] is ready)
+                    process = self.running[gone][0]
+                    process.join()
+                    if process.exitcode != EXIT_CODE:
+                        raise RuntimeError(f"worker {gone} ended by itself, with code {process.exitcode}") from None
+                    self.kill(gone)  # it could not leave its group
+                    self.start(number)
+                    listening = {n: p for n, p in listening.items() if n != gone} | {number: self.running[number]}
+                    number += 1
+                    continue
                 if kind == "end":
                     results.append(value)
                     listening = {n: pair for n, pair in listening.items() if pair[1] is not ready}
@@ -200,12 +215,11 @@ def measured(steps: int, kill_at: list[int], draw: random.Random) -> dict[str, A
             ended[step] = max(at, ended.get(step, at))
     times = [at for _, at in sorted(ended.items())]
     usual = statistics.median(b - a for a, b in itertools.pairwise(times))
-    still = [
-        next((b - a - usual for a, b in itertools.pairwise(times) if b > at and b - a > 3 * usual), 0.0)
-        for at in killed
-    ]
+    gaps = [(a, b - a - usual) for a, b in itertools.pairwise(times) if b - a > 3 * usual]
+    still = [next((gap for a, gap in gaps if a - usual < at < a + gap + usual), 0.0) for at in killed]
     weights = next((r["weights"][-1] for r in results if r["rank"] == 0), "")
-    return {"weights": weights, "losses": losses, "still": still, "step_s": usual}
+    members = len(processes.lost)
+    return {"weights": weights, "losses": losses, "still": still, "step_s": usual, "members": members}
 
 
 def main() -> None:
@@ -221,12 +235,13 @@ def main() -> None:
         f"undisturbed: {given.steps} steps of {1000 * calm['step_s']:.1f} ms, load {os.getloadavg()[0]:.1f}", flush=True
     )
     still: list[float] = []
-    equal = runs = 0
+    equal = runs = members = 0
     while len(still) < given.kills:
         kill_at = sorted(draw.sample(range(10, given.steps - 60), given.a_run))
         found = measured(given.steps, kill_at, draw)
         is_equal = found["weights"] == calm["weights"] and found["losses"] == calm["losses"]
         runs, equal, still = runs + 1, equal + is_equal, still + found["still"]
+        members += found["members"]
         twice = sum(len(values) > 1 for values in found["losses"].values())
         lost = given.steps - len(found["losses"])
         print(
@@ -236,7 +251,7 @@ def main() -> None:
         )
     ordered = sorted(still)
     summary = {
-        "runs": runs, "equal_to_the_bit": equal, "kills": len(still), "p50_s": statistics.median(ordered),
+        "runs": runs, "members_killed": members, "equal_to_the_bit": equal, "kills": len(still), "p50_s": statistics.median(ordered),
         "p95_s": ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))], "longest_s": ordered[-1],
     }  # fmt: skip
     print(json.dumps(summary))

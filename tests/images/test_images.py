@@ -112,7 +112,7 @@ def test_arguments_that_cannot_be_meant_are_refused(folder, args, words):
 def test_folders_that_hold_no_classes_or_other_ones_are_refused(folder, tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         small(tmp_path / "nowhere").datasets()
-    with pytest.raises(DataError, match="has no folders"):
+    with pytest.raises(DataError, match="has no subfolders"):
         small(folder / "cat").datasets()
     with pytest.raises(DataError, match="dog: the classes are cat"):
         small(folder, classes=["cat"]).datasets()

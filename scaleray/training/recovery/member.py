@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import queue
 import socket
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -15,12 +17,18 @@ from typing import Any
 import torch
 
 from scaleray.errors import PeerLostError
+from scaleray.training.health.worker_progress import COLLECTIVES
 from scaleray.training.process_group import join_group
 from scaleray.training.recovery.connections import GroupConnections
 from scaleray.training.recovery.coordinator import BEAT, BROKEN, DONE, HELLO, LOST, OVER, RANDOM, READY
 from scaleray.training.setup.stores import StorePlace
 
 RandomState = dict[str, torch.Tensor]
+EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h
+LEFT_WITHIN_S = 5.0
+"""Seconds, in addition to two steps, within which a worker leaves a collective of a group that has lost a member."""
+WAITING = (*COLLECTIVES, "torch/autograd/")
+"""Files in which a thread waits for other workers: a backward pass waits for DDP's collectives."""
 REPORTED_WITHIN_S = 1.0
 """Seconds within which the coordinator reports a loss that a collective has noticed."""
 
@@ -82,6 +90,8 @@ class Member:
         self._socket.settimeout(None)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._lock, self._stop = threading.Lock(), threading.Event()
+        self._leaving, self._has_left = threading.Lock(), True
+        self._longest_s, self._stepped_at = 0.0, math.inf
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._last_random: RandomState = {}
         self._send(HELLO, token=token, number=number, node=node, pid=os.getpid())
@@ -90,6 +100,9 @@ class Member:
 
     def next_group(self) -> Group | None:
         """Wait for the next group; None if the training is complete. Raises PeerLostError without a coordinator."""
+        self._thread_id = threading.get_ident()
+        with self._leaving:
+            self._has_left = True  # from here on, connections may be the next group's
         self._send(READY)
         while (message := self._next()) is not None and message["kind"] == BROKEN:
             pass  # of a group that this worker has left
@@ -97,8 +110,9 @@ class Member:
             raise PeerLostError("the coordinator of recoveries is lost")
         if message["kind"] == OVER:
             return None
-        self._epoch, self._last_random = message["epoch"], {}
-        self._connections = GroupConnections()
+        with self._leaving:
+            self._epoch, self._last_random, self._stepped_at = message["epoch"], {}, math.inf
+            self._connections, self._has_left = GroupConnections(), False
         return Group(
             message["epoch"],
             message["name"],
@@ -121,10 +135,12 @@ class Member:
     def lose_group(self) -> None:
         """Report that the group is broken, and end its collectives."""
         self._send(LOST, epoch=self._epoch)
-        self._connections.close()
+        self._end_collectives(self._epoch)
 
     def keep_random(self, rank: int, step: int, state: RandomState) -> None:
         """Send the random state of a rank in a step, if it has changed since the last time."""
+        now = time.monotonic()
+        self._longest_s, self._stepped_at = max(self._longest_s, now - self._stepped_at), now
         last = self._last_random
         if last.keys() != state.keys() or any(not torch.equal(last[name], value) for name, value in state.items()):
             self._last_random = state
@@ -165,11 +181,33 @@ class Member:
                     message = json.loads(line)
                     if message["kind"] == BROKEN:
                         self.broken_epoch = message["epoch"]
-                        self._connections.close()
+                        threading.Thread(target=self._see_off, args=[message["epoch"]], daemon=True).start()
                     self._messages.put(message)
             except OSError:
                 pass
         self._messages.put(None)
+
+    def _end_collectives(self, epoch: int) -> bool:
+        """Close the connections of the group of an epoch, unless this worker has left it; returns whether it has."""
+        with self._leaving:
+            has_left = self._has_left or self._epoch != epoch
+            if not has_left:
+                self._connections.close()
+            return has_left
+
+    def _see_off(self, epoch: int) -> None:
+        """End collectives until this worker has left the group. If it stays in one, as gloo may miss a closed
+        connection, end the process: the others have the same state, and a spare takes this worker's place as well."""
+        position, since = None, 0.0
+        while not self._end_collectives(epoch):
+            frame = sys._current_frames().get(self._thread_id)
+            is_inside = frame is not None and any(part in frame.f_code.co_filename for part in WAITING)
+            now = (id(frame), frame.f_lasti) if frame is not None and is_inside else None
+            if now is None or now != position:
+                position, since = now, time.monotonic()
+            elif time.monotonic() - since > LEFT_WITHIN_S + 2 * self._longest_s:
+                os._exit(EXIT_CODE)
+            time.sleep(0.1)
 
     def _beat(self, every_s: float) -> None:
         while not self._stop.wait(every_s):
