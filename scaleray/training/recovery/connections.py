@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Collection
 from typing import Any
 
 import psutil
@@ -23,12 +22,12 @@ class GroupConnections:
     def __init__(self) -> None:
         self._listening_before = {entry.laddr for entry in _connections() if _is_listening(entry)}
 
-    def close(self, lost: Collection[str] = ()) -> None:
-        """Close the connections that this process has accepted for the groups, and all those to `lost` addresses."""
+    def close(self) -> None:
+        """Close the connections that this process has accepted for the groups."""
         found = _connections()
         ports = {entry.laddr for entry in found if _is_listening(entry)} - self._listening_before
         for entry in found:
-            if entry.raddr and (entry.laddr in ports or entry.raddr.ip in lost):
+            if entry.raddr and entry.laddr in ports:
                 # it may be closed already
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(entry.fd)) as connection:
                     connection.shutdown(socket.SHUT_RDWR)

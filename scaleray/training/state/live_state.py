@@ -96,9 +96,9 @@ class LiveState:
     def share(self, place: RankContext) -> Manifest | None:
         """Bring all ranks to the furthest state that one of them has, and return it; None if none of them has any.
         Collective."""
-        is_whole = self.kept is not None and not self._is_changing
-        positions = place.gathered(self.kept.position if self.kept is not None and is_whole else None)
-        self._is_changing = False
+        if self._is_changing:  # the kept tensors are those of the model, which has begun its next update
+            self.kept, self._is_changing = None, False
+        positions = place.gathered(self.kept.position if self.kept is not None else None)
         self.is_continued = any(positions)
         if not self.is_continued:
             return None
@@ -110,10 +110,12 @@ class LiveState:
             box = [dataclasses.replace(self.kept, messages=tuple(self._messages))]
         dist.broadcast_object_list(box, src=source)
         shared: _Kept = box[0]
+        self._is_new = positions[place.rank] != furthest
+        if self._is_new:
+            self.kept = None  # if the transfer is interrupted, the tensors are of two steps
         for rank in [rank for rank, position in enumerate(positions) if position != furthest]:
             if place.rank in (source, rank):
                 self._transfer(shared.manifest, place, source, rank)
-        self._is_new = positions[place.rank] != furthest
         if self._is_new:
             self._messages = deque(shared.messages, maxlen=RECENT_MESSAGES)
             self.kept = dataclasses.replace(shared, manifest=self._own(shared.manifest, place))
