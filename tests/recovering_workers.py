@@ -7,8 +7,8 @@ import multiprocessing
 import os
 import random
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from small_runs import Classify, RankContext, make_job
 from torch import nn
 
 from scaleray.checkpoints.catalog import Catalog
+from scaleray.checkpoints.holder import Holder
 from scaleray.launch.workers.forks import begin_imports, without_main
 from scaleray.records.run_record import EvaluationRecord, EventRecord, StepRecord
 from scaleray.training import loop
@@ -27,6 +28,7 @@ from scaleray.training.recovery.recovering import train_in_groups
 from scaleray.training.setup.stores import StorePlace
 from scaleray.training.state.checkpointing import Checkpointing
 from scaleray.training.state.live_state import LiveState
+from scaleray.training.state.memory_copies import HolderPlace, Holders
 
 FORWARD, DECISION, UPDATED, KEPT, EVALUATION, JOINED = [
     "forward",
@@ -38,7 +40,7 @@ FORWARD, DECISION, UPDATED, KEPT, EVALUATION, JOINED = [
 ]
 """Points of a step: in the forward pass, between the sums and the update, after the update, before the next step, in
 the evaluation after it; and when a group begins with that many steps."""
-STEPS, SECRET = 10, "secret"
+STEPS, SECRET, ANY = 10, "secret", -1
 FLAGS = {
     "deterministic": True,
     "checkpoint.every": "4 steps",
@@ -53,6 +55,17 @@ FLAGS = {
     "batch.global_size": 9,
     "strategy.name": "ddp",
 }
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all workers of a training are given. places: holders in memory, for worker after worker in turn."""
+
+    folder: str
+    num_ranks: int = 3
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    faults: Sequence[Fault] = ()
+    places: Sequence[HolderPlace] = ()
 
 
 @dataclass(frozen=True)
@@ -83,7 +96,7 @@ class Everything(Classify):
         return total, len(batch["y"])
 
     def metrics(self, model, batch):
-        self._worker.reach(EVALUATION)
+        self._worker.reach(EVALUATION, ahead=int(self._worker.has_copies))
         return super().metrics(model, batch)
 
 
@@ -104,12 +117,34 @@ class ObservedState(LiveState):
         self.worker.reach(KEPT)
 
 
+class ObservedCopies(Checkpointing):
+    """Copies in the memory of others, with points for faults."""
+
+    worker: Worker
+
+    def find(self) -> int:
+        step = super().find()
+        if self.live is None:
+            self.worker.step = step
+            self.worker.reach(JOINED)
+        return step
+
+    def after_step(self, step: int, signals: tuple[float, ...]) -> bool:
+        if self.live is None:
+            self.worker.step = step
+            self.worker.reach(UPDATED)
+        is_over = super().after_step(step, signals)
+        if self.live is None:
+            self.worker.reach(KEPT)
+        return is_over
+
+
 class Worker:
     """One process: worker or spare."""
 
-    def __init__(self, number: int, num_ranks: int, faults: Sequence[Fault], folder: str) -> None:
-        self.number, self.num_ranks, self.folder = number, num_ranks, folder
-        self.faults = [fault for fault in faults if fault.number == number]
+    def __init__(self, number: int, setting: Setting) -> None:
+        self.number, self.setting = number, setting
+        self.faults = [fault for fault in setting.faults if fault.number == number]
         self.step = 0
         self.messages: list[Any] = []
         self.weights = ""
@@ -117,7 +152,7 @@ class Worker:
     def reach(self, point: str, *, ahead: int = 0) -> None:
         """Suffer the fault that is planted here, if any."""
         for fault in self.faults:
-            if (fault.step, fault.point) == (self.step + ahead, point):
+            if fault.point == point and fault.step in (ANY, self.step + ahead):
                 os.kill(os.getpid(), fault.signal)
 
     def train(self, group: Group, live: LiveState) -> int:
@@ -125,12 +160,30 @@ class Worker:
         live.__class__, live.worker = ObservedState, self  # type: ignore[attr-defined]
         if live.kept is not None:
             self.step = live.kept.manifest.step
-        self.reach(JOINED)
-        job, sources = make_job(Everything(self), FLAGS, world_size=self.num_ranks)
+        if not self.has_copies:
+            self.reach(JOINED)
+        flags = {**FLAGS, **self.setting.flags}
+        job, sources = make_job(Everything(self), flags, world_size=self.setting.num_ranks)
         place = RankContext(group.rank, group.world_size, group.local_rank, group.local_world_size)
-        saves = Checkpointing(job, place, Catalog.of_run(self.folder), emit=self._emit, live=live)
+        catalog = Catalog.of_run(self.setting.folder)
+        saves = ObservedCopies(job, place, catalog, emit=self._emit, live=live, holders=self._holders())
+        saves.worker = self
         loop.run(job, place, sources=sources, emit=self._emit, checkpointing=saves, save_weights=self._take_weights)
         return group.rank
+
+    def _holders(self) -> Holders | None:
+        if not (places := self.setting.places):
+            return None
+        return Holders(places[self.number % len(places)], lambda: list(places), self.steps)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether the state has copies in memory; then a step counts once they are made."""
+        return bool(self.setting.places)
+
+    def steps(self) -> list[Any]:
+        """Messages of steps and evaluations so far."""
+        return [each for each in self.messages if isinstance(each, StepRecord | EvaluationRecord)]
 
     def _emit(self, *messages: Any) -> None:
         self.messages += messages
@@ -142,10 +195,10 @@ class Worker:
         self.weights = digest.hexdigest()
 
 
-def _run(number: int, place: StorePlace, num_ranks: int, faults: Sequence[Fault], folder: str, pipe: Any) -> None:
+def _run(number: int, place: StorePlace, setting: Setting, pipe: Any) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    worker = Worker(number, num_ranks, faults, folder)
+    worker = Worker(number, setting)
     member = Member(place, SECRET, number=number, node="127.0.0.1", silent_s=3.0)
     rank = train_in_groups(member, lambda group: group.join("gloo", 60.0, "cpu"), worker.train)
     pipe.send((rank, worker.weights, worker.messages))
@@ -163,9 +216,21 @@ class Outcome:
     resumed: list[str]
 
 
-def train_with(faults: Sequence[Fault], folder: str, *, num_ranks: int = 3, num_spares: int = 1) -> Outcome:
-    """Train in processes of their own, some of which suffer faults."""
+def train_with(
+    faults: Sequence[Fault],
+    folder: str,
+    *,
+    num_ranks: int = 3,
+    num_spares: int = 1,
+    flags: Mapping[str, Any] | None = None,
+    num_holders: int = 0,
+) -> Outcome:
+    """Train in processes of their own, some of which suffer faults. num_holders: processes for copies in memory, which
+    are this one."""
     lost: list[str] = []
+    holders = [Holder("127.0.0.1", SECRET) for _ in range(num_holders)]
+    places = [HolderPlace(f"node{i}", f"node{i}", "127.0.0.1", holder.port, SECRET) for i, holder in enumerate(holders)]
+    setting = Setting(folder, num_ranks, flags or {}, tuple(faults), places)
     begin_imports()
     coordinator = Coordinator("127.0.0.1", num_ranks, token=SECRET, silent_s=3.0, first_group_s=600.0, say=lost.append)
     context = multiprocessing.get_context("forkserver")
@@ -173,7 +238,7 @@ def train_with(faults: Sequence[Fault], folder: str, *, num_ranks: int = 3, num_
     try:
         for number in range(num_ranks + num_spares):
             ours, theirs = context.Pipe()
-            arguments = (number, coordinator.place, num_ranks, tuple(faults), folder, theirs)
+            arguments = (number, coordinator.place, setting, theirs)
             processes.append(context.Process(target=_run, args=arguments, daemon=True))
             pipes.append(ours)
             with without_main():
@@ -190,6 +255,8 @@ def train_with(faults: Sequence[Fault], folder: str, *, num_ranks: int = 3, num_
             process.kill()
             process.join()
         coordinator.close()
+        for holder in holders:
+            holder.close()
     messages = [message for _, _, theirs in found for message in theirs]
     losses: dict[int, set[float]] = {}
     metrics: dict[int, set[tuple[Any, ...]]] = {}

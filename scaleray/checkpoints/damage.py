@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from scaleray.checkpoints.manifest import StoredFile
 from scaleray.checkpoints.storage import Store
 
-UNREADABLE = "the storage does not return it"
+UNREADABLE, ABSENT = "the storage does not return it", "missing"
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,11 @@ class Damage:
         return self.problem.startswith(UNREADABLE)
 
     @property
+    def is_missing(self) -> bool:
+        """Whether the store does not have the file."""
+        return self.problem == ABSENT
+
+    @property
     def is_lost(self) -> bool:
         """Whether no store has an intact file."""
         return self.good_at is None
@@ -34,7 +39,7 @@ def problem_of(store: Store, name: str, expected: StoredFile) -> str | None:
     try:
         sha256, length = store.digest(name)
     except (FileNotFoundError, NotADirectoryError):
-        return "missing"
+        return ABSENT
     except OSError as exc:
         return f"{UNREADABLE}: {exc}" if not store.is_local else f"it cannot be read: {exc}"
     if length != expected.num_bytes:

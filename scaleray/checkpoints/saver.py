@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.manifest import Chunk, Incomplete, Manifest, StoredFile, Tensor, folder_name
 from scaleray.checkpoints.retention import Retention
 from scaleray.checkpoints.staging import Key, Staging
+from scaleray.checkpoints.storage import Store
 from scaleray.errors import CheckpointError
 from scaleray.records.run_record import CheckpointRecord, EventRecord
 
@@ -52,7 +53,9 @@ class _Held:
 class Saver:
     """Writer of one worker's checkpoints. Every worker of the group has one and calls it for the same steps.
 
-    group: separate process group with a backend for CPU tensors; None for a single process. emit: receives
+    group: separate process group with a backend for CPU tensors; None for a single process. stores: those of the
+    catalog to which this worker writes its file; by default all. repeats: states follow each other quickly, so that
+    their plan is kept. emit: receives
     CheckpointRecord from rank 0, and EventRecord from any rank that failed. A checkpoint that cannot be written is
     reported and abandoned, as the training is worth more. before_publishing: called on rank 0 once all files are
     written, for more facts; an error in it abandons the checkpoint.
@@ -70,7 +73,11 @@ class Saver:
         retention: Retention,
         emit: Callable[[CheckpointRecord | EventRecord], None],
         before_publishing: Callable[[], Mapping[str, Any]] = dict,
+        stores: Sequence[Store] = (),
+        repeats: bool = False,
     ) -> None:
+        self.stores, self.repeats = list(stores) or catalog.stores, repeats
+        self._plan: sharded.Repeated | None = None
         self.catalog, self.group, self.world_size, self.strategy = catalog, group, world_size, strategy
         self.is_asynchronous, self.full_every, self.retention, self.emit = is_asynchronous, full_every, retention, emit
         self.before_publishing = before_publishing
@@ -153,6 +160,11 @@ class Saver:
             self._is_staged.wait()
             self.stall_s += time.perf_counter() - started
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the last checkpoint is still being written."""
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self) -> None:
         """Wait until the last checkpoint is written or has failed."""
         if self._thread is not None:
@@ -175,7 +187,7 @@ class Saver:
             published.append(manifest)
 
         writer = sharded.ShardWriter(
-            self.catalog.stores,
+            self.stores,
             folder_name(held.step),
             self._staging,
             base={} if is_full else self._base,
@@ -183,7 +195,9 @@ class Saver:
             publish=publish,
         )
         try:
-            sharded.save(held.tensors, writer, self.group)
+            if self._plan is None or not self._plan.save(held.tensors, writer, self.group):
+                sharded.save(held.tensors, writer, self.group)
+                self._plan = sharded.Repeated.of(held.tensors, writer) if self.repeats else None
         except BaseException as exc:  # the disk is full, the bucket answers 500, another rank failed
             self._give_up(held.step, writer, exc)
             return

@@ -10,6 +10,7 @@ the metadata.
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,8 @@ class ShardWriter(StorageWriter):
         self.stores, self.folder, self.staging, self.base = stores, folder, staging, base
         self.on_staged, self.publish = on_staged, publish
         self.rank = 0
+        self.plan: SavePlan | None = None
+        self.metadata: Metadata | None = None
         self.file: str | None = None
         self.written: dict[Key, Chunk] = {}
 
@@ -85,6 +88,7 @@ class ShardWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Copy the tensors, compare them with the last checkpoint, and write the changed ones."""
+        self.plan = plan
         staged: list[tuple[WriteItem, Key, np.ndarray]] = []
         for item in plan.items:
             offsets = item.index.offset if item.index.offset is not None else ()
@@ -140,6 +144,7 @@ class ShardWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the manifest's tensors and files; DCP calls it on rank 0 after all ranks have written."""
+        self.metadata = metadata
         chunks: dict[str, list[Chunk]] = {}
         new: dict[str, StoredFile] = {}
         problems: dict[str, None] = {}
@@ -154,8 +159,8 @@ class ShardWriter(StorageWriter):
             assert isinstance(about, TensorStorageMetadata)
             ordered = tuple(sorted(parts, key=lambda part: part.offsets))
             tensors[name] = Tensor(str(about.properties.dtype).removeprefix("torch."), tuple(about.size), ordered)
-        self.publish(tensors, new, list(problems))
         metadata.storage_data = None
+        self.publish(tensors, new, list(problems))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -227,6 +232,53 @@ def save(tensors: dict[str, torch.Tensor], writer: ShardWriter, group: dist.Proc
     """Write a flat state dict. Collective over `group`, with tensors on the CPU; None is a single process."""
     planner = DefaultSavePlanner(flatten_state_dict=False)
     dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Plan of an earlier checkpoint, for states with the same tensors: DCP's planning takes longer than small copies.
+
+    layout: name, type and shape of each tensor. metadata: DCP's, on rank 0."""
+
+    layout: tuple[Any, ...]
+    plan: SavePlan
+    metadata: Metadata | None
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], writer: ShardWriter) -> "Repeated | None":
+        """The plan that a writer has carried out."""
+        return cls(_layout(tensors), writer.plan, writer.metadata) if writer.plan is not None else None
+
+    def save(self, tensors: dict[str, torch.Tensor], writer: ShardWriter, group: dist.ProcessGroup | None) -> bool:
+        """As `save`; returns False, after nothing was written, if a rank has other tensors than before. Collective.
+        Raises the error of a rank on this rank and on rank 0."""
+        writer.rank = 0 if group is None else dist.get_rank(group)
+        outcome: Any = None
+        if self.layout == _layout(tensors):
+            planner = DefaultSavePlanner(flatten_state_dict=False)
+            planner.set_up_planner(tensors, is_coordinator=writer.rank == 0)
+            try:
+                outcome = writer.write_data(self.plan, planner).value()
+            except Exception as exc:
+                outcome = exc
+        everyone: list[Any] = [outcome]
+        if group is not None:
+            everyone = [None] * dist.get_world_size(group)
+            dist.all_gather_object(everyone, outcome, group=group)
+        if any(each is None for each in everyone):
+            writer.discard()
+            return False
+        failed = [each for each in everyone if isinstance(each, Exception)]
+        if failed:
+            raise outcome if isinstance(outcome, Exception) else failed[0]
+        if writer.rank == 0:
+            assert self.metadata is not None
+            writer.finish(self.metadata, everyone)
+        return True
+
+
+def _layout(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+    return tuple((name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items())
 
 
 def load(

@@ -21,6 +21,19 @@ NOTHING_SAVED: dict[str, Any] = {
 """Settings of a training that leaves no files, used for measurements and comparisons."""
 
 
+class MemorySettings(Settings):
+    """Copies of the state in the memory of several nodes, in addition to the checkpoints in storage."""
+
+    every: Duration = Duration(1, "steps")
+    """Interval between two states. While a worker still makes its copies of an earlier state, a step is left out."""
+    copies: Annotated[int, Field(ge=1, le=8)] = 2
+    """Number of copies of each worker's part, the first of them on its own node."""
+    place: Annotated[str, Field(min_length=1)] = "node"
+    """Failure domain: copies go to different ones. `node`, or the name of a label of Ray's nodes, such as `rack`."""
+
+    _check_every = field_validator("every")(above_zero)
+
+
 class CheckpointSettings(Settings):
     """Location of a run's files, and how often its whole state is saved for resuming."""
 
@@ -52,6 +65,10 @@ class CheckpointSettings(Settings):
     shards are restored."""
     copy_path: str | None = None
     """Folder or s3:// URI of the second copy, on another disk, node or bucket."""
+    memory: MemorySettings | None = None
+    """Copies of the state in the memory of several nodes, from which a run continues after the loss of workers, such as
+    `{every: 1 step, copies: 2, place: node}`: the interval, the number of copies, and what they may not share, which is
+    the node or a label of Ray's nodes, such as rack. None: checkpoints in storage only."""
     grace_s: NonNegative = 2.5
     """Most seconds for the last checkpoint after SIGTERM before the workers are ended. `ray job stop` kills after 3
     s."""

@@ -34,7 +34,8 @@ from scaleray.config.synonyms import NOTES, meant_by
 from scaleray.errors import ConfigError
 
 ENV_PREFIX = "SCALERAY_"
-ARGS = "workload.args"
+MAPPINGS = ("workload.args", "checkpoint.memory")
+"""Keys whose value is a mapping: `KEY.NAME` sets one of its values."""
 MAX_ENTRIES = 10_000  # most entries in one value, as YAML aliases can expand a few bytes into billions
 LONGEST_KEY = 200
 
@@ -237,16 +238,17 @@ def validate(
     *layers: Mapping[str, Entry],
     planned: Callable[[RunConfig], Mapping[str, Any]] | None = None,
 ) -> RunConfig:
-    """Put each layer over those before it, check the values and build the RunConfig. `workload.args.NAME` replaces one
-    argument and keeps the others. Raises ConfigError for the first error."""
+    """Put each layer over those before it, check the values and build the RunConfig. The key of one value in a mapping,
+    such as `workload.args.NAME`, keeps the others. Raises ConfigError for the first error."""
     entries = dict(lowest)
     for key, entry in itertools.chain.from_iterable(layer.items() for layer in layers):
-        argument = key.removeprefix(f"{ARGS}.")
-        below = entries[ARGS].value if ARGS in entries else {}
-        if argument in ("", key):
+        mapping = next((each for each in MAPPINGS if key.startswith(f"{each}.") and key != f"{each}."), None)
+        below = entries[mapping].value if mapping in entries else None
+        if mapping is None:
             entries[key] = entry
-        elif isinstance(below, Mapping):  # otherwise the layer below is invalid, which is reported below
-            entries[ARGS] = Entry({**below, argument: entry.value}, entry.where)
+        elif below is None or isinstance(below, Mapping):  # otherwise the layer below is invalid: reported below
+            inner = key.removeprefix(f"{mapping}.")
+            entries[mapping] = Entry({**(below or {}), inner: entry.value}, entry.where)
     if entries.get("parallel", Entry(None, "")).value != AUTO:
         return _built(entries)
     auto = entries.pop("parallel")

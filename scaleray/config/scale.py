@@ -81,8 +81,8 @@ class RecoverySettings(Settings):
     spares: Annotated[int, Field(ge=0, le=1000)] = 0
     """Workers in addition to `scale.workers` that wait, with everything loaded, to take the place of a lost one. The
     others keep their state in memory, and the step under way is repeated: weights and losses are those of an
-    undisturbed run, bit for bit. Ray replaces the lost worker meanwhile. For strategy ddp. 0: a loss restarts all
-    workers from the newest checkpoint."""
+    undisturbed run, bit for bit. Ray replaces the lost worker meanwhile. Strategies other than ddp also need
+    `checkpoint.memory`. 0: a loss restarts all workers from the newest state."""
     silent_s: Positive = 5.0
     """Seconds without a sign of life after which a worker counts as lost, and its process is ended. One whose process
     ends is noticed at once."""

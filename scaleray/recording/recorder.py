@@ -217,6 +217,11 @@ class Recorder(SignsOfLife):
         store = self._require_store()
         return RunIdentity(store.run_id, store.experiment_id, run_link(store.uri, store.experiment_id, store.run_id))
 
+    def last_step(self, timeout_s: float = 60.0) -> int:
+        """The last step of the record, once all messages that have arrived are in it; 0 or less without any."""
+        self._writer.wait_until_written(timeout_s=timeout_s)
+        return self.steps.last_step
+
     def log(self, messages: Sequence[WorkerMessage]) -> None:
         """Take messages from a worker. Returns immediately, regardless of MLflow."""
         for message in messages:

@@ -103,8 +103,8 @@ def run(
     try:
         return training.train()
     finally:
-        if checkpointing is not None and checkpointing.live is not None:
-            checkpointing.saver.wait()  # its thread uses the group, which this worker may leave now
+        if checkpointing is not None:
+            checkpointing.leave()
         vars(training).clear()  # its parts know it: the model would stay until Python looks for circles
 
 

@@ -22,6 +22,7 @@ from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.checkpointing import Checkpointing, Control
 from scaleray.training.state.live_state import LiveState
+from scaleray.training.state.memory_copies import Holders
 from scaleray.training.state.weights import save_weights
 from scaleray.workload import no_exit
 
@@ -57,12 +58,14 @@ def run_rank(
     ends_hangs: bool = False,
     is_watched: bool = False,
     live: LiveState | None = None,
+    holders: Holders | None = None,
 ) -> WorkerSummary:
     """Train this rank's share to the end of the run.
 
     facts: the run's facts for every checkpoint. control: requests to this rank from its own process. tail: last lines
     of the process's output. ends_hangs: end the process if it hangs; otherwise it may wait in a debugger for hours.
-    is_watched: a watch on the whole group records where its ranks stall. live: state in memory, to continue from."""
+    is_watched: a watch on the whole group records where its ranks stall. live: state in memory, to continue from.
+    holders: processes for copies of the state in memory."""
     progress, control, timeout_s = Progress(), control or Control(), job.config.scale.collective_timeout_s
     if context.device.type == "cpu":
         torch.set_num_threads(max(1, int(job.config.scale.cpus_per_worker)))
@@ -93,6 +96,7 @@ def run_rank(
         facts=facts,
         before_publishing=dict if durable is None else lambda: {"mlflow": durable()},
         live=live,
+        holders=holders,
     )
     stalls = StallWatch(
         progress,

@@ -27,6 +27,7 @@ from scaleray.training.ray_metrics import RankPublisher
 from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.checkpointing import Control
 from scaleray.training.state.live_state import LiveState
+from scaleray.training.state.memory_copies import Holders
 
 if TYPE_CHECKING:
     from scaleray.training.assignment import Assignment
@@ -60,6 +61,7 @@ def train(config: dict[str, Any]) -> WorkerSummary | None:
         control=Control(notice=_nodes_to_go if assignment.can_be_preempted else None),
         tail=_keep_tail(),
         ends_hangs=True,
+        holders=_holders(assignment, sender),
     )
     with publisher or contextlib.nullcontext():
         return _train_in_groups(assignment, context, train) if has_spares else train(context)
@@ -87,6 +89,23 @@ def _train_in_groups(
         return train(dataclasses.replace(context, **changes), live=live)
 
     return train_in_groups(member, join, train_as)
+
+
+def _holders(assignment: Assignment, sender: Sender) -> Holders | None:
+    """The holders of copies in memory, if there are to be any; the one on this node starts if it is not there yet."""
+    import ray
+
+    from scaleray.training.recovery.node_holders import holder_here, other_holders
+
+    memory, recorder = assignment.job.config.checkpoint.memory, assignment.recorder
+    if memory is None:
+        return None
+    return Holders(
+        holder_here(assignment.run_path, label=memory.place),
+        lambda: other_holders(assignment.run_path),
+        sender.unsent,
+        lambda: int(ray.get(recorder.last_step.remote(), timeout=90)),
+    )
 
 
 def received(task: Any) -> Any:
@@ -159,6 +178,12 @@ class Sender:
         if self.publisher is not None:
             for message in messages:
                 self.publisher.on_message(message)
+
+    def unsent(self) -> list[WorkerMessage]:
+        """Messages that may not have arrived."""
+        with self._lock:
+            self._is_free()
+            return [*self._under_way, *self._buffer]
 
     def beat(self, heartbeat: Heartbeat) -> ControlRequest:
         """Deliver a heartbeat immediately, and return the recorder's request."""

@@ -119,19 +119,28 @@ def check_fine_tuning(config: RunConfig) -> None:
         )
 
 
+def is_whole(config: RunConfig, strategy: str, workers: int) -> bool:
+    """Whether each worker has the whole state of the training, so that any of them can pass it on to a spare."""
+    return strategy == "ddp" and config.degrees(workers).data == workers and config.compression.name == "none"
+
+
 def check_recovery(config: RunConfig, strategy: str, workers: int) -> None:
-    """Check that each worker has the whole state, so that any of them can pass it on to a spare."""
+    """Check that a spare can get the state of any worker."""
     reasons = {
-        f"under {strategy} each worker has a state of its own": strategy != "ddp",
+        "a single worker has nobody that could notice its loss": workers == 1,
         "it is for a fixed number of workers": config.scale.is_elastic,
-        "contexts share the sequences of a worker": config.degrees(workers).data != workers,
-        "compression.name leaves a remainder on each worker": config.compression.name != "none",
         "shares.by speed depends on measured times": config.shares.by == "speed",
         "memory.on_out_of_memory halve repeats steps as well": config.memory.on_out_of_memory == "halve",
     }
     if config.recovery.spares and (why := next((why for why, holds in reasons.items() if holds), None)) is not None:
+        raise ConfigError("recovery.spares", config.recovery.spares, why, "leave that out, or use no spares")
+    if config.recovery.spares and config.checkpoint.memory is None and not is_whole(config, strategy, workers):
+        owner = f"under {strategy}" if config.compression.name == "none" else "with compression.name"
         raise ConfigError(
-            "recovery.spares", config.recovery.spares, why, "use at least 2 workers and strategy ddp, or no spares"
+            "recovery.spares",
+            config.recovery.spares,
+            f"{owner} each worker has a part of the state that is lost with it",
+            "add --checkpoint.memory.every '1 step', which keeps copies of it on other nodes, or use no spares",
         )
 
 

@@ -102,11 +102,13 @@ def lengths_of(
     """Return all lengths of a training with this number of steps, as fields of `Recipe`. Raises the errors of
     `schedule_lengths`."""
     warmup, schedule = schedule_lengths(config, counter, total_steps, warmup_factor=warmup_factor, why=why)
+    memory = config.checkpoint.memory
     by_time = "by time only" if config.checkpoint.every_minutes else "none"
     every = {
         "evaluate_every_steps": (config.evaluation.every, "only at the end"),
         "checkpoint_every_steps": (config.checkpoint.every, by_time),
         "keep_checkpoint_every_steps": (config.checkpoint.keep_every, "none is permanent"),
+        "memory_every_steps": (None if memory is None else memory.every, "no copies in memory"),
     }
     return {
         "steps_per_epoch": counter.per_epoch,

@@ -67,6 +67,7 @@ class Recipe:
     evaluate_every_steps: int | None
     checkpoint_every_steps: int | None
     keep_checkpoint_every_steps: int | None
+    memory_every_steps: int | None
     learning_rate: float | None
     """None: that of the workload's own optimizer, which only its workers know."""
     betas: tuple[float, float]
@@ -84,7 +85,7 @@ class Recipe:
 
     def decides_after(self, step: int) -> bool:
         """Whether an evaluation, a checkpoint or the end follows this step, counted from 1."""
-        every = (self.evaluate_every_steps, self.checkpoint_every_steps)
+        every = (self.evaluate_every_steps, self.checkpoint_every_steps, self.memory_every_steps)
         return step == self.total_steps or any(n and step % n == 0 for n in every)
 
     def values(self) -> dict[str, Any]:

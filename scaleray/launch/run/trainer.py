@@ -94,6 +94,10 @@ def fit(
         for attempt in itertools.count(1):
             lost = _fit_once(assignment, streamed, attempt, recorder, watcher)
             if lost is None:
+                if config.checkpoint.memory is not None:
+                    from scaleray.training.recovery.node_holders import end_holders
+
+                    end_holders(run_path)
                 return
             if watcher.can_interrupt:
                 signal.signal(signal.SIGINT, signal.default_int_handler)  # Ray's own would wait for the old controller

@@ -241,7 +241,7 @@ class TrainJob:
         first_steps: train so many steps, even beyond its end: no target, patience, evaluations or files."""
         if first_steps is not None:
             settings = {**FIRST_STEPS, "schedule.watch": self.config.followed, **(settings or {})}
-            no_files = dict.fromkeys(("checkpoint_every_steps", "keep_checkpoint_every_steps"))
+            no_files = dict.fromkeys(("checkpoint_every_steps", "keep_checkpoint_every_steps", "memory_every_steps"))
             values = {"total_steps": first_steps, "evaluate_every_steps": None, **no_files, **(values or {})}
             fields = {"splits": {TRAIN: self.splits[TRAIN]}, "is_only_measured": True, **fields}
         if settings:

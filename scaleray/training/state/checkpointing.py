@@ -21,12 +21,14 @@ from scaleray.checkpoints.retention import Retention
 from scaleray.checkpoints.saver import Saver
 from scaleray.common.printed import quantity
 from scaleray.common.watchers import Guard, Watcher
+from scaleray.config.recipe.combinations import is_whole
 from scaleray.errors import CheckpointError, RunFailedError, ScaleRayError
-from scaleray.records.run_record import CheckpointRecord, EventRecord
+from scaleray.records.run_record import CheckpointRecord, EventRecord, RepeatedMessages
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.items import PROGRESS, REPLICA, as_json
 from scaleray.training.state.live_state import LiveState
+from scaleray.training.state.memory_copies import Holders, MemoryCopies
 from scaleray.training.state.optimizer_state import Rates
 from scaleray.training.state.training_state import TrainState
 from scaleray.training.step.evaluation import check_split, unknown_metric
@@ -34,8 +36,9 @@ from scaleray.training.step.evaluation import check_split, unknown_metric
 GROUP_TIMEOUT = timedelta(hours=1)  # an upload may take long; a lost peer closes its connections at once
 NOTICE_INTERVAL_S = 2.0
 
-SAVE, LEAVE, ASK, LINKS = 0, 1, 2, 3
-"""Indices into a step's signals: requests for a checkpoint, to leave, for a notice, for link measurements."""
+SAVE, LEAVE, ASK, LINKS, BUSY = 0, 1, 2, 3, 4
+"""Indices into a step's signals: requests for a checkpoint, to leave, for a notice, for link measurements; and whether
+the last copies in memory are still being made."""
 
 
 RATE_SECTIONS = ("optimizer", "schedule", "stop", "workload")
@@ -62,18 +65,20 @@ class Checkpointing:
         place: RankContext,
         catalog: Catalog,
         *,
-        emit: Callable[[CheckpointRecord | EventRecord], None],
+        emit: Callable[[CheckpointRecord | EventRecord | RepeatedMessages], None],
         control: Control | None = None,
         facts: Mapping[str, Any] | None = None,
         before_publishing: Callable[[], Mapping[str, Any]] = dict,
         live: LiveState | None = None,
+        holders: Holders | None = None,
     ) -> None:
-        self.job, self.place, self.catalog, self.live = job, place, catalog, live
+        """live: state in memory of a run with spares. holders: processes for copies in memory."""
+        self.job, self.place, self.catalog, self.joined = job, place, catalog, live
+        self.live = live if is_whole(job.config, job.recipe.strategy, place.world_size) else None
         self.emit = emit = Guard().wrapped(Watcher.MESSAGES, emit)
         self.control, self.facts = control or Control(), dict(facts or {})
         settings = job.config.checkpoint
-        # a group of its own: its collectives run in a thread beside those of the training
-        self.group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if place.world_size > 1 else None
+        self.group = _new_group(place)
         self.retention = Retention(
             settings.keep_last,
             settings.keep_best,
@@ -92,29 +97,53 @@ class Checkpointing:
             before_publishing=before_publishing,
             retention=self.retention,
         )
+        self.memory: MemoryCopies | None = None
+        if holders is not None and settings.memory is not None and (every := job.recipe.memory_every_steps):
+            self.memory = MemoryCopies(
+                settings.memory,
+                place,
+                holders,
+                strategy=job.recipe.strategy,
+                every_steps=every,
+                group=_new_group(place),
+                emit=emit,
+            )
         self._measured: dict[int, Mapping[str, float]] = {}  # on rank 0: of the best so far, by step
         self._best_step: int | None = None  # the last one that was among the best when it was measured
         self._is_ranked = False  # whether an evaluation has had the metric to rank by
         self.resumed_from: Manifest | None = None
+        self._source = catalog
         self.saved_at = self.asked_at = time.monotonic()
         self.noticed: frozenset[str] = frozenset()
         self.state: TrainState | None = None
 
+    def leave(self) -> None:
+        """Wait for the threads that use this worker's groups, if it may leave them before its process ends."""
+        for saver in self._savers if self.joined is not None else ():
+            saver.wait()
+
     def find(self) -> int:
-        """The step to start from: that of the newest checkpoint with all its bytes, or 0. Collective.
+        """The step to start from: that of the newest state with all its bytes, in memory or in storage, or 0.
+        Collective.
 
         Damaged files are healed from their copy; a checkpoint that cannot be healed is skipped with an event. Raises
         CheckpointError on every rank for one that this version cannot read."""
         if self.live is not None and (manifest := self.live.share(self.place)) is not None:
             self.resumed_from, self.job = manifest, self.job.continued(manifest.values[PROGRESS])
             return manifest.step
-        for step in self._agreed(self.catalog.steps):
-            manifest = self._read(step)
+        held: list[Manifest] = self._agreed(self.memory.found) if self.memory is not None else []
+        stored: list[int] = self._agreed(self.catalog.steps)
+        in_order = sorted(
+            [(m.step, m.created_at, m) for m in held] + [(step, 0.0, None) for step in stored], key=_newest
+        )
+        for step, _, manifest in in_order:
+            catalog = self.catalog if manifest is None or self.memory is None else self.memory.generations
+            manifest = self._read(step) if manifest is None else manifest
             if manifest is None:
                 continue
             names = sorted(manifest.files)[self.place.rank :: self.place.world_size]
-            mine = self.catalog.check(manifest, names)
-            mine += self.catalog.check_manifest(manifest) if self.place.rank == 0 else []
+            mine = catalog.check(manifest, names)
+            mine += catalog.check_manifest(manifest) if self.place.rank == 0 and catalog is self.catalog else []
             damages = [damage for found in self._gathered(mine) for damage in found]
             for damage in damages:
                 self._say(_told(damage, step))
@@ -126,7 +155,7 @@ class Checkpointing:
                     f"the checkpoint of step {step} cannot be read now: {unreadable.file}, {unreadable.problem}"
                 )
             if not any(damage.is_lost for damage in damages):
-                self.resumed_from = manifest
+                self.resumed_from, self._source = manifest, catalog
                 self.job = self.job.continued(manifest.values[PROGRESS])
                 return manifest.step
             self._say(f"the checkpoint of step {step} cannot be used; the run resumes from an older one")
@@ -146,20 +175,27 @@ class Checkpointing:
             else:
                 self._resume(self.resumed_from, state)
             self._measured = self._best_until(self.resumed_from.step) if self.place.rank == 0 else {}
+        if self.memory is not None:
+            self.memory.begin(self.resumed_from.step if self.resumed_from is not None else None)
         self.saved_at = time.monotonic()
 
     def _resume(self, manifest: Manifest, state: TrainState) -> None:
         """Restore a stored state. Collective."""
         before, own_rates = manifest.values[PROGRESS]["global_batch_size"], Rates.of(state.setup)
-        state.restore(manifest, lambda tensors: sharded.load(tensors, self.catalog.stores, manifest, self.group))
+        state.restore(manifest, lambda tensors: sharded.load(tensors, self._source.stores, manifest, self.group))
         rate = _first_rate(state)
         if before != self.job.recipe.global_batch_size:
             own_rates.put_back(state.setup, position=self.job.steps_before())
         elif self._has_other_rates(manifest, state):  # a change that was allowed
             own_rates.put_back(state.setup, position=getattr(state.setup.schedule, "last_epoch", manifest.step))
-        self.saver.start_from(manifest)
+        if self._source is self.catalog:
+            self.saver.start_from(manifest)
+        if self.place.rank == 0 and self.memory is not None and (last := self.memory.messages(manifest)):
+            self.emit(RepeatedMessages(last))
         if self.place.rank == 0:
             text = _resumed(manifest, self.place.world_size, self.job)
+            if self.joined is not None and (why := self.joined.why()):
+                text = f"{why}; {text}"
             if before == self.job.recipe.global_batch_size and (now := _first_rate(state)) != rate:
                 text += f"; the learning rate of the next step is {now:g} instead of {rate:g}"
             self.emit(EventRecord(text, kind="resumed", step=manifest.step))
@@ -175,7 +211,8 @@ class Checkpointing:
 
     def before_update(self) -> None:
         """Note that the optimizer is about to change parameters."""
-        self.saver.wait_staged()
+        for saver in self._savers:
+            saver.wait_staged()
 
     def signals(self) -> tuple[float, ...]:
         """Requests of this rank after the current step, to be summed over all ranks."""
@@ -185,7 +222,8 @@ class Checkpointing:
         wants_save = self.place.rank == 0 and (is_time or self.control.wants_save.is_set())
         wants_ask = self.place.rank == 0 and self.control.notice is not None and now - self.asked_at > NOTICE_INTERVAL_S
         wants_links = self.place.rank == 0 and self.control.wants_links.is_set()
-        return float(wants_save), float(self.control.wants_leave.is_set()), float(wants_ask), float(wants_links)
+        wants_leave, is_busy = self.control.wants_leave.is_set(), self.memory is not None and self.memory.is_busy
+        return float(wants_save), float(wants_leave), float(wants_ask), float(wants_links), float(is_busy)
 
     def asks_for_links(self, signals: Sequence[float]) -> bool:
         """Whether to measure the links between the workers after a step with these signals."""
@@ -225,6 +263,8 @@ class Checkpointing:
         is_due = signals[SAVE] > 0 or leaves or is_new_notice or (every is not None and step % every == 0)
         if is_due or self._best_step == step:
             self.save(step)
+        if self.memory is not None and self.memory.is_due(step) and not signals[BUSY] > 0:
+            self._save(step, self.memory.saver)
         if is_new_notice:
             self._say(f"the cluster announced that it will remove a node; saved at step {step}")
         if leaves:
@@ -238,14 +278,22 @@ class Checkpointing:
             self.state.callbacks.before_checkpoint()
         if found := self.state.unsaved():
             self._say(found)
+        self._save(step, self.saver)
+        self.saved_at = time.monotonic()
+        self.control.wants_save.clear()
+
+    def _save(self, step: int, saver: Saver) -> None:
+        assert self.state is not None
         self.state.setup.parallel.before_evaluation()  # buffers as on rank 0, as the next forward pass would make them
         self.before_update()  # an optimizer with a mode of evaluation gives its average in the place of the weights
         tensors, volatile, values = self.state.capture(is_saved=True)
-        self.saver.save(
-            step, tensors, volatile=volatile, values=values, facts={**self.facts, **evaluation_facts(values[PROGRESS])}
-        )
-        self.saved_at = time.monotonic()
-        self.control.wants_save.clear()
+        if self.memory is None or saver is not self.memory.saver or self.memory.has_room(tensors):
+            facts = {**self.facts, **evaluation_facts(values[PROGRESS])}
+            saver.save(step, tensors, volatile=volatile, values=values, facts=facts)
+
+    @property
+    def _savers(self) -> list[Saver]:
+        return [self.saver, *([self.memory.saver] if self.memory is not None else [])]
 
     def finish(self, step: int) -> None:
         """Finish after the last step and its evaluation: save the state if checkpoints are requested or it is among the
@@ -253,7 +301,8 @@ class Checkpointing:
         assert self.state is not None
         if found := self.state.unsaved():
             self._say(found)
-        self.saver.wait()
+        for saver in self._savers:
+            saver.wait()
         if (
             self.saver.last_saved == step
         ):  # perhaps before the last evaluation, which changes nothing but what is known of it
@@ -321,6 +370,16 @@ class Checkpointing:
     def _say(self, text: str) -> None:
         if self.place.rank == 0:
             self.emit(EventRecord(text, kind="warning"))
+
+
+def _new_group(place: RankContext) -> dist.ProcessGroup | None:
+    """A group of its own: its collectives run in a thread beside those of the training."""
+    return dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if place.world_size > 1 else None
+
+
+def _newest(candidate: tuple[int, float, Manifest | None]) -> tuple[float, float]:
+    """Key that sorts the newest first, and memory before storage."""
+    return (-candidate[0], -candidate[1])
 
 
 def evaluation_facts(progress: Mapping[str, Any]) -> dict[str, Any]:

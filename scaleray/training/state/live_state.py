@@ -140,9 +140,14 @@ class LiveState:
             return
         if self._is_new:
             emit(RepeatedMessages(tuple(self._messages)))
+        emit(EventRecord(f"after step {step}: {self.why()}, and no step is lost", kind="resumed", step=step))
+
+    def why(self) -> str:
+        """Reason for this group, with the time since the last one; empty for the first group."""
+        if not self._broken_at:
+            return ""
         lost = f"{' and '.join(self._lost) or 'a connection'} {'were' if len(self._lost) > 1 else 'was'} lost"
-        waited = f"other workers took over after {time.time() - self._broken_at:.1f} s, and no step is lost"
-        emit(EventRecord(f"after step {step}: {lost}; {waited}", kind="resumed", step=step))
+        return f"{lost}; other workers took over after {time.time() - self._broken_at:.1f} s"
 
     def _transfer(self, manifest: Manifest, place: RankContext, source: int, to: int) -> None:
         """Send the tensors that all ranks share from one rank to another."""

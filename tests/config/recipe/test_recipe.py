@@ -57,6 +57,7 @@ def test_a_recipe_of_a_plain_config():
         "strategy": "single",
         "checkpoint_every_steps": None,
         "keep_checkpoint_every_steps": None,
+        "memory_every_steps": None,
         "degrees": {"pipeline": 1, "replicate": 1, "shard": 1, "context": 1, "tensor": 1, "expert": 1},
         "worker_shares": None,
         "measure_shares_every_steps": None,
@@ -328,10 +329,10 @@ def test_a_static_graph_is_refused_with_accumulation_and_the_advice_works():
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ({}, "under single each worker has a state of its own"),
-        ({"scale__workers": 2, "strategy__name": "fsdp"}, "under fsdp each worker has a state of its own"),
+        ({}, "a single worker has nobody"),
+        ({"scale__workers": 2, "strategy__name": "fsdp"}, "under fsdp each worker has a part of the state"),
         ({"scale__workers": {"min": 2, "max": 4}, "strategy__name": "ddp"}, "a fixed number of workers"),
-        ({"scale__workers": 2, "compression__name": "powersgd"}, "leaves a remainder on each worker"),
+        ({"scale__workers": 2, "compression__name": "powersgd"}, "with compression.name each worker has a part"),
         ({"scale__workers": 2, "shares__by": "speed"}, "depends on measured times"),
         ({"scale__workers": 2, "memory__on_out_of_memory": "halve"}, "repeats steps as well"),
     ],
@@ -340,3 +341,11 @@ def test_spares_need_copies_of_the_whole_state(flags, reason):
     assert recipe(scale__workers=2, recovery__spares=1).strategy == "ddp"
     error = refusal(recovery__spares=1, **flags)
     assert str(error).startswith("recovery.spares is 1: ") and reason in str(error)
+
+
+def test_copies_in_memory_let_spares_take_parts_of_the_state():
+    for flags in ({"strategy__name": "fsdp"}, {"compression__name": "powersgd"}):
+        assert "--checkpoint.memory.every '1 step'" in str(refusal(scale__workers=2, recovery__spares=1, **flags))
+        found = recipe(scale__workers=2, recovery__spares=1, checkpoint__memory={"every": "2 steps"}, **flags)
+        assert found.memory_every_steps == 2
+        assert found.decides_after(2) and not found.decides_after(3)

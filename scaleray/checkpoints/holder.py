@@ -1,0 +1,165 @@
+"""A holder: files of checkpoints in the memory of a process that trains nothing, for clients at other processes.
+
+A client sends a line of JSON for each request, and the bytes of a file after it; the answer has the same form."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+LONGEST_LINE = 2**16
+PUT, GET, LIST, DELETE, DROP, RESERVE = "put", "get", "list", "delete", "drop", "reserve"
+"""Requests: store a file, part of a file, list a folder, remove a file, remove a folder, ask for memory."""
+MISSING = "missing"
+"""Kind of the error for a file that is not held."""
+CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+"""Files with the limit and the use of memory of this container."""
+LEFT_FREE = 0.1
+"""Share of the free memory that is never given to copies."""
+
+
+@dataclass
+class _File:
+    content: bytearray
+    changed_at: float = field(default_factory=time.time)
+
+
+class Holder:
+    """Files by name, in this process's memory, at most as many bytes as were reserved.
+
+    host: address of this machine for the clients. token: secret that each of them must send. The files live until
+    `close` or the end of the process."""
+
+    def __init__(self, host: str, token: str) -> None:
+        self.token, self.asked_at = token, time.monotonic()
+        self._files: dict[str, _File] = {}
+        self._reserved: dict[str, int] = {}
+        self._lock = threading.Lock()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        server = type("Server", (socketserver.ThreadingTCPServer,), {"address_family": family, "daemon_threads": True})
+        self._server = server((host, 0), _handler_of(self))
+        self.port: int = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, name="scaleray-holder", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        with self._lock:
+            return sum(len(file.content) for file in self._files.values())
+
+    def corrupt(self, name: str, change: Callable[[bytearray], bytearray]) -> None:
+        """Replace the content of a file, for tests of damage."""
+        self._files[name].content = change(self._files[name].content)
+
+    def answer(self, request: dict[str, Any], read_into: Callable[[memoryview], None]) -> tuple[dict[str, Any], Any]:
+        """Answer one request; returns the answer and the bytes that follow it. read_into: fills a buffer with the bytes
+        that follow the request."""
+        self.asked_at, kind, name = time.monotonic(), request["kind"], request.get("name", "")
+        if kind == PUT:
+            return self._put(name, request["length"], read_into), b""
+        if kind == GET:
+            with self._lock:
+                file = self._files.get(name)
+            if file is None:
+                return {"error": f"{name} is not held", "why": MISSING}, b""
+            start, length = request["start"], request["length"]
+            part = memoryview(file.content)[start : None if length is None else start + length]
+            return {"length": len(part)}, part
+        with self._lock:
+            if kind == LIST:
+                prefix = f"{name}/" if name else ""
+                found = [(n, len(f.content), f.changed_at) for n, f in self._files.items() if n.startswith(prefix)]
+                return {"files": sorted(found)}, b""
+            if kind == RESERVE:
+                return self._reserve(name, request["length"]), b""
+            for each in [n for n in self._files if n == name or (kind == DROP and n.startswith(f"{name}/"))]:
+                del self._files[each]
+            return {}, b""
+
+    def _put(self, name: str, length: int, read_into: Callable[[memoryview], None]) -> dict[str, Any]:
+        with self._lock:
+            held = sum(len(file.content) for known, file in self._files.items() if known != name)
+            limit = sum(self._reserved.values())
+        if held + length > limit:
+            return {"error": f"the memory for copies is full: {held} of {limit} bytes are in use, {length} are to come"}
+        content = bytearray(length)
+        read_into(memoryview(content))
+        with self._lock:
+            self._files[name] = _File(content)
+        return {}
+
+    def _reserve(self, owner: str, num_bytes: int) -> dict[str, Any]:
+        """Promise memory to an owner, in the place of what it had, if there is enough."""
+        others = sum(length for name, length in self._reserved.items() if name != owner)
+        held = sum(len(file.content) for file in self._files.values())
+        free = int((1 - LEFT_FREE) * free_memory()) + held - others
+        if num_bytes > free:
+            return {"free": max(0, free)}
+        self._reserved[owner] = num_bytes
+        return {}
+
+
+def free_memory() -> int:
+    """Bytes of memory that this process may still use, by its machine and its container."""
+    free = float(psutil.virtual_memory().available)
+    for limit, used in CGROUP_FILES:
+        try:
+            with open(limit) as most, open(used) as now:
+                free = min(free, float(most.read()) - float(now.read()))
+        except (OSError, ValueError):  # there is no such file, or no limit: "max"
+            continue
+    return int(free)
+
+
+def _handler_of(holder: Holder) -> type[socketserver.StreamRequestHandler]:
+    class Handler(socketserver.StreamRequestHandler):
+        disable_nagle_algorithm = True
+
+        def handle(self) -> None:
+            try:
+                hello = json.loads(self.rfile.readline(LONGEST_LINE))
+                if not hmac.compare_digest(str(hello.get("token", "")), holder.token):
+                    return
+                while line := self.rfile.readline(LONGEST_LINE):
+                    request = json.loads(line)
+                    self.left = request["length"] if request["kind"] == PUT else 0
+                    answer, content = holder.answer(request, self._read_into)
+                    self._skip()
+                    self.wfile.write(json.dumps(answer).encode() + b"\n")
+                    if len(content):
+                        self.wfile.write(content)
+            except (OSError, ValueError, LookupError, TypeError, AttributeError):
+                pass  # the client has gone, or is none
+
+        def _read_into(self, buffer: memoryview) -> None:
+            filled = 0
+            while filled < len(buffer):
+                count = self.rfile.readinto(buffer[filled:])
+                if not count:
+                    raise ConnectionError("the client has gone")
+                filled += count
+            self.left -= filled
+
+        def _skip(self) -> None:
+            """Read what a refused file has sent all the same."""
+            while self.left > 0:
+                self._read_into(memoryview(bytearray(min(self.left, 2**20))))
+
+    return Handler

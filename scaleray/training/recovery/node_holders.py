@@ -1,0 +1,102 @@
+"""Holders of copies in memory as Ray actors: one on each node of a run, apart from its workers.
+
+They do not belong to the job and outlive its workers and its driver; one that nobody asks for a while ends."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import threading
+import time
+from typing import Any
+
+from scaleray.training.state.memory_copies import HolderPlace
+
+NAMESPACE = "scaleray-holders"
+KEPT_S = 1800.0
+"""Seconds without a request after which a holder ends: its run has ended without a successor."""
+READY_S = 60.0
+
+
+def holder_here(run_path: str, *, label: str) -> HolderPlace:
+    """The holder of a run on this worker's node, which is started if there is none. label: label of nodes that names
+    their failure domain, or `node`."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    class MemoryHolder:
+        def __init__(self, node: str, domain: str) -> None:
+            from scaleray.checkpoints.holder import Holder
+
+            host, token = ray.util.get_node_ip_address(), secrets.token_urlsafe(32)
+            self._holder = Holder(host, token)
+            self._place = HolderPlace(node, domain, host, self._holder.port, token)
+            threading.Thread(target=self._end_unused, daemon=True).start()
+
+        def place(self) -> HolderPlace:
+            return self._place
+
+        def _end_unused(self) -> None:
+            while time.monotonic() - self._holder.asked_at < KEPT_S:
+                time.sleep(10.0)
+            os._exit(0)
+
+    context = ray.get_runtime_context()
+    node = context.get_node_id()
+    domain = node if label == "node" else str(context.get_node_labels().get(label, node))
+    actor = (
+        ray.remote(MemoryHolder)
+        .options(
+            name=f"{_prefix(run_path)}{node}",
+            namespace=NAMESPACE,
+            get_if_exists=True,
+            lifetime="detached",
+            num_cpus=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        .remote(node, domain)
+    )
+    place: HolderPlace = ray.get(actor.place.remote(), timeout=READY_S)
+    return place
+
+
+def other_holders(run_path: str) -> list[HolderPlace]:
+    """All holders of a run that answer."""
+    import ray
+
+    found = [actor.place.remote() for actor in _actors(run_path)]
+    ready, _ = ray.wait(found, num_returns=len(found), timeout=READY_S / 6) if found else ([], [])
+    places = []
+    for each in ready:
+        try:
+            places.append(ray.get(each))
+        except ray.exceptions.RayError:  # of a node that is lost
+            continue
+    return places
+
+
+def end_holders(run_path: str) -> None:
+    """End the holders of a run, whose memory is free then."""
+    import ray
+
+    for actor in _actors(run_path):
+        ray.kill(actor)
+
+
+def _actors(run_path: str) -> list[Any]:
+    import ray
+
+    names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE]
+    found = []
+    for name in names:
+        if name.startswith(_prefix(run_path)):
+            try:
+                found.append(ray.get_actor(name, namespace=NAMESPACE))
+            except ValueError:  # it has ended meanwhile
+                continue
+    return found
+
+
+def _prefix(run_path: str) -> str:
+    return f"holder-{hashlib.sha256(run_path.encode()).hexdigest()[:16]}-"

@@ -1,0 +1,230 @@
+"""Holders: files in the memory of another process, and states in several of them, of which some are damaged."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from small_runs import Classify, RankContext, make_job
+
+from scaleray.checkpoints import sharded
+from scaleray.checkpoints.catalog import Catalog, Pruned
+from scaleray.checkpoints.holder import Holder, _File
+from scaleray.checkpoints.manifest import FILE_NAME, folder_name
+from scaleray.checkpoints.memory_store import Generations, MemoryStore, homes
+from scaleray.checkpoints.retention import Retention
+from scaleray.checkpoints.saver import Saver
+from scaleray.checkpoints.storage import Store
+from scaleray.records.run_record import EventRecord
+from scaleray.training.setup.job import TrainJob
+from scaleray.training.state.checkpointing import Checkpointing
+from scaleray.training.state.memory_copies import HolderPlace, Holders
+
+SECRET = "secret"
+MIB = 2**20
+
+
+@pytest.fixture
+def holder():
+    found = Holder("127.0.0.1", SECRET)
+    yield found
+    found.close()
+
+
+def store_of(holder: Holder, secret: str = SECRET) -> MemoryStore:
+    return MemoryStore.at("127.0.0.1", holder.port, secret)
+
+
+def test_a_holder_is_a_store_like_any_other(holder, tmp_path):
+    stores = [store_of(holder), Store(str(tmp_path))]
+    stores[0].reserve("a worker", MIB)
+    for store in stores:
+        assert store.write("one/file", [b"ab", b"cd"])[1] == 4
+        store.write("one/other", [b"x"])
+        store.write("two/file", [torch.arange(3, dtype=torch.int16).numpy()])
+    for name in ("one/file", "two/file"):
+        assert stores[0].read(name) == stores[1].read(name)
+    for ask in (
+        lambda store: store.names(),
+        lambda store: store.names("one"),
+        lambda store: store.size("one/file"),
+        lambda store: store.size("one/none"),
+        lambda store: [(entry.name, entry.num_bytes) for entry in store.entries("one")],
+        lambda store: store.digest("one/file")[1],
+    ):
+        assert ask(stores[0]) == ask(stores[1])
+    target = bytearray(2)
+    stores[0].read_into("one/file", 1, memoryview(target))
+    assert bytes(target) == b"bc"
+    with pytest.raises(OSError, match="ends 1 bytes too early"):
+        stores[0].read_into("one/file", 3, memoryview(target))
+    with pytest.raises(FileNotFoundError):
+        stores[0].read("one/none")
+    stores[0].copy_from(stores[1], "one/file")
+    stores[0].delete("one/other")
+    stores[0].delete_folder("two")
+    assert [entry.name for entry in stores[0].entries("")] == ["one/file"]
+    assert pickle.loads(pickle.dumps(stores[0])).read("one/file") == b"abcd"
+    assert SECRET not in repr(stores[0])
+
+
+def test_a_holder_answers_nobody_without_its_secret_and_takes_no_more_than_was_reserved(holder):
+    with pytest.raises(OSError, match="does not answer"):
+        store_of(holder, "another").names()
+    store = store_of(holder)
+    with pytest.raises(OSError, match="memory for copies is full"):
+        store.write("one/file", [b"ab"])
+    assert store.reserve("a worker", 3) is None
+    store.write("one/file", [b"ab"])
+    with pytest.raises(OSError, match="2 of 3 bytes are in use, 2 are to come"):
+        store.write("one/other", [b"cd"])
+    store.write("one/file", [b"abc"])  # in its own place
+    assert (holder.num_bytes, store.names()) == (3, ["one"])
+    assert store.reserve("another", 2**60) > 0
+    holder.close()
+    with pytest.raises(OSError, match="does not answer"):
+        store_of(holder).names()
+
+
+@pytest.mark.parametrize(
+    ("domains", "copies", "expected"),
+    [
+        ({"a": "1"}, 2, {"a": ("a",)}),
+        ({"a": "1", "b": "2"}, 1, {"a": ("a",), "b": ("b",)}),
+        ({"a": "1", "b": "2"}, 2, {"a": ("a", "b"), "b": ("b", "a")}),
+        ({"a": "1", "b": "2", "c": "3"}, 2, {"a": ("a", "b"), "b": ("b", "c"), "c": ("c", "a")}),
+        (
+            {"a": "1", "b": "1", "c": "2", "d": "2"},
+            2,
+            {"a": ("a", "c"), "c": ("c", "a"), "b": ("b", "d"), "d": ("d", "b")},
+        ),
+    ],
+)
+def test_copies_go_to_groups_of_nodes_in_different_domains(domains, copies, expected):
+    assert homes(domains, copies) == expected
+
+
+def test_no_node_keeps_copies_within_its_rack_as_long_as_there_is_another():
+    domains = {f"node{i}": f"rack{i % 3}" for i in range(16)}
+    for node, places in homes(domains, 2).items():
+        assert places[0] == node and len({domains[place] for place in places}) == 2
+
+
+def state_after(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {f"model.{name}": torch.randn(40, 3, generator=generator) for name in "abcd"}
+
+
+class Kept(Generations):
+    """States that are not pruned, as a loss in that moment would leave them."""
+
+    def prune(self, *args, **options) -> Pruned:
+        return Pruned([], 0)
+
+
+def save(holders: list[Holder], steps: Sequence[int]) -> None:
+    stores = [store_of(holder) for holder in holders]
+    for store in stores:
+        store.reserve("a worker", MIB)
+    saver = Saver(
+        Kept(stores),
+        None,
+        world_size=1,
+        strategy="ddp",
+        is_asynchronous=True,
+        full_every=1,
+        retention=Retention(),
+        emit=lambda message: None,
+        repeats=True,
+    )
+    for step in steps:
+        values = {"progress": {}}
+        saver.save(step, state_after(step), volatile=set(), values=values, facts={})
+        saver.wait()
+        assert saver.last_saved == step
+
+
+OF_MANIFESTS = ("stale manifest", "manifest bits")
+KINDS = ("bits", "length", "stale file", "lies", "missing", *OF_MANIFESTS)
+
+
+class Nothing(Catalog):
+    """No checkpoints in storage."""
+
+    def steps(self) -> list[int]:
+        return []
+
+
+def damage(kind: str, holder: Holder, rng: random.Random) -> None:
+    """Damage what a holder has of step 7."""
+    names = sorted(name for name in holder._files if name.startswith(f"{folder_name(7)}/"))
+    manifest = next(name for name in names if name.endswith(FILE_NAME))
+    file = next(name for name in names if name != manifest)
+    older = next(n for n in holder._files if n.startswith(f"{folder_name(6)}/") and not n.endswith(FILE_NAME))
+
+    def flipped(content: bytearray) -> bytearray:
+        changed = bytearray(content)
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+        return changed
+
+    if kind == "bits":
+        holder.corrupt(file, flipped)
+    elif kind == "length":
+        holder.corrupt(file, lambda content: content[: rng.randrange(len(content))])
+    elif kind == "stale file":
+        holder.corrupt(file, lambda content: bytearray(holder._files[older].content))
+    elif kind == "stale manifest":
+        holder.corrupt(manifest, lambda content: bytearray(holder._files[f"{folder_name(6)}/{FILE_NAME}"].content))
+    elif kind == "manifest bits":
+        holder.corrupt(manifest, flipped)
+    elif kind == "missing":
+        del holder._files[file]
+    else:
+        answer = holder.answer
+
+        def lie(request, read_into):
+            found, content = answer(request, read_into)
+            if request.get("name") == file and len(content):
+                content = bytes(rng.randrange(256) for _ in range(len(content)))
+            return found, content
+
+        holder.answer = lie
+
+
+def test_no_damaged_copy_is_loaded_and_each_is_named(monkeypatch):
+    monkeypatch.setattr(TrainJob, "continued", lambda job, progress: job)  # these states are of no training
+    rng, num_named, found = random.Random(0), 0, set()
+    job, _ = make_job(Classify(num_rows=8), {"checkpoint.memory.every": "1 step"})
+    holders = [Holder("127.0.0.1", SECRET) for _ in range(2)]
+    save(holders, [6, 7])
+    good = [{name: bytes(file.content) for name, file in holder._files.items()} for holder in holders]
+    places = [HolderPlace(str(i), str(i), "127.0.0.1", h.port, SECRET) for i, h in enumerate(holders)]
+    for number in range(1000):
+        for holder, contents in zip(holders, good, strict=True):
+            vars(holder).pop("answer", None)
+            holder._files = {name: _File(bytearray(content)) for name, content in contents.items()}
+        damaged = holders if number % 2 else [rng.choice(holders)]
+        kinds = [rng.choice(KINDS) for _ in damaged]
+        for kind, holder in zip(kinds, damaged, strict=True):
+            damage(kind, holder, rng)
+        messages: list[EventRecord] = []
+        copies = Holders(places[0], lambda: places)
+        saves = Checkpointing(job, RankContext(), Nothing([]), emit=messages.append, holders=copies)
+        step = saves.find()
+        one_of_each = len(damaged) == 1 or len({kind in OF_MANIFESTS for kind in kinds}) == 2
+        assert step == (7 if one_of_each else 6), kinds
+        target = {name: torch.zeros(40, 3) for name in state_after(0)}
+        sharded.load(target, saves._source.stores, saves.resumed_from, None)
+        assert all(torch.equal(target[name], value) for name, value in state_after(step).items()), kinds
+        text = " ".join(message.text for message in messages)
+        for kind, holder in zip(kinds, damaged, strict=True):
+            if kind != "missing":
+                assert f"memory://127.0.0.1:{holder.port}/{folder_name(7)}/" in text, (kinds, text)
+                num_named += 1
+        found.add((step, *kinds))
+    for holder in holders:
+        holder.close()
+    assert len(found) > len(KINDS) and num_named > 1000
