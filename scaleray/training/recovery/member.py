@@ -27,6 +27,8 @@ RandomState = dict[str, torch.Tensor]
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h
 LEFT_WITHIN_S = 5.0
 """Seconds, in addition to two steps, within which a worker leaves a collective of a group that has lost a member."""
+IDLE_S = 1.0
+"""Seconds within which it leaves a collective that has no connection any more, if it waits there for no GPU."""
 WAITING = (*COLLECTIVES, "torch/autograd/")
 """Files in which a thread waits for other workers: a backward pass waits for DDP's collectives."""
 REPORTED_WITHIN_S = 1.0
@@ -187,25 +189,27 @@ class Member:
                 pass
         self._messages.put(None)
 
-    def _end_collectives(self, epoch: int) -> bool:
-        """Close the connections of the group of an epoch, unless this worker has left it; returns whether it has."""
+    def _end_collectives(self, epoch: int) -> tuple[bool, bool]:
+        """Close the connections of the group of an epoch, unless this worker has left it. Returns whether it has, and
+        whether they had ended before."""
         with self._leaving:
             has_left = self._has_left or self._epoch != epoch
-            if not has_left:
-                self._connections.close()
-            return has_left
+            return has_left, not has_left and self._connections.close()
 
     def _see_off(self, epoch: int) -> None:
-        """End collectives until this worker has left the group. If it stays in one, as gloo may miss a closed
-        connection, end the process: the others have the same state, and a spare takes this worker's place as well."""
+        """End collectives until this worker has left the group. If it stays in one, end the process: the others have
+        the same state, and a spare takes this worker's place as well. gloo forgets a message of which it has received
+        or sent a part when the connection ends: it then waits until the collective's timeout."""
         position, since = None, 0.0
-        while not self._end_collectives(epoch):
+        while not (ended := self._end_collectives(epoch))[0]:
             frame = sys._current_frames().get(self._thread_id)
             is_inside = frame is not None and any(part in frame.f_code.co_filename for part in WAITING)
-            now = (id(frame), frame.f_lasti) if frame is not None and is_inside else None
+            is_idle = ended[1] and not torch.cuda.is_initialized()
+            cpu_s = time.clock_gettime(time.pthread_getcpuclockid(self._thread_id)) if is_idle else 0.0
+            now = (id(frame), frame.f_lasti, cpu_s) if frame is not None and is_inside else None
             if now is None or now != position:
                 position, since = now, time.monotonic()
-            elif time.monotonic() - since > LEFT_WITHIN_S + 2 * self._longest_s:
+            elif time.monotonic() - since > (IDLE_S if is_idle else LEFT_WITHIN_S + 2 * self._longest_s):
                 os._exit(EXIT_CODE)
             time.sleep(0.1)
 
