@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 HELLO, READY, LOST, BEAT, RANDOM, DONE = "hello", "ready", "lost", "beat", "random", "done"
 """Messages of a worker: its facts; it waits for a group; its group is broken; it lives; its random state in a step; it
 has trained to the end."""
-GROUP, BROKEN, OVER = "group", "broken", "over"
-"""Messages to a worker: its next group; its group has lost a member; the training is over."""
+GROUP, BROKEN, OVER, KEPT = "group", "broken", "over", "kept"
+"""Messages to a worker: its next group; its group has lost a member; the training is over; its random state is here."""
 LONGEST_LINE = 2**22
 FIRST_GROUP_S = 20.0
 KEPT_STATES = 2
@@ -151,6 +151,7 @@ class Coordinator:
             states[message["step"]] = message["state"]
             for step in sorted(states)[:-KEPT_STATES]:
                 del states[step]
+            worker.send(KEPT, number=message["number"])
         elif kind == DONE and self._is_running:
             worker.is_done = True
             self.is_over = all(member.is_done for member in self._members.values())

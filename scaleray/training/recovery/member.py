@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from scaleray.errors import PeerLostError
 from scaleray.training.health.worker_progress import COLLECTIVES
 from scaleray.training.process_group import join_group
 from scaleray.training.recovery.connections import GroupConnections
-from scaleray.training.recovery.coordinator import BEAT, BROKEN, DONE, HELLO, LOST, OVER, RANDOM, READY
+from scaleray.training.recovery.coordinator import BEAT, BROKEN, DONE, HELLO, KEPT, LOST, OVER, RANDOM, READY
 from scaleray.training.setup.stores import StorePlace
 
 RandomState = dict[str, torch.Tensor]
@@ -96,6 +97,7 @@ class Member:
         self._longest_s, self._stepped_at = 0.0, math.inf
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._last_random: RandomState = {}
+        self._silent_s, self._num_sent, self._num_kept, self._has_answer = silent_s, 0, 0, threading.Condition()
         self._send(HELLO, token=token, number=number, node=node, pid=os.getpid())
         threading.Thread(target=self._receive, name="scaleray-member", daemon=True).start()
         threading.Thread(target=self._beat, args=(silent_s / 8,), name="scaleray-member-beat", daemon=True).start()
@@ -140,13 +142,18 @@ class Member:
         self._end_collectives(self._epoch)
 
     def keep_random(self, rank: int, step: int, state: RandomState) -> None:
-        """Send the random state of a rank in a step, if it has changed since the last time."""
+        """Send the random state of a rank in a step, if it has changed since the last time, and wait until the
+        coordinator has it: others must not complete a step after which no other worker could take this rank."""
         now = time.monotonic()
         self._longest_s, self._stepped_at = max(self._longest_s, now - self._stepped_at), now
         last = self._last_random
         if last.keys() != state.keys() or any(not torch.equal(last[name], value) for name, value in state.items()):
             self._last_random = state
-            self._send(RANDOM, rank=rank, step=step, state=_encoded(state))
+            self._num_sent += 1
+            self._send(RANDOM, rank=rank, step=step, state=_encoded(state), number=self._num_sent)
+            with self._has_answer:
+                if not self._has_answer.wait_for(self._needs_no_answer, 2 * self._silent_s):
+                    self.close()  # the coordinator cannot be reached, or counts this worker as lost
 
     def complete(self) -> bool:
         """Report that this worker has trained to the end, and return whether all others have as well; False if one was
@@ -160,7 +167,12 @@ class Member:
     def close(self) -> None:
         """End the connection, as the end of the process would: this worker is lost to the others."""
         self._stop.set()
-        self._socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # it has ended
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _needs_no_answer(self) -> bool:
+        is_kept = self._num_kept >= self._num_sent
+        return is_kept or self._stop.is_set() or self.broken_epoch == self._epoch
 
     def _next(self) -> dict[str, Any] | None:
         """The next message; None, from then on, if the coordinator is lost."""
@@ -181,13 +193,25 @@ class Member:
             try:
                 for line in lines:
                     message = json.loads(line)
+                    if message["kind"] == KEPT:
+                        self._answer(message["number"])
+                        continue
                     if message["kind"] == BROKEN:
                         self.broken_epoch = message["epoch"]
+                        self._answer()
                         threading.Thread(target=self._see_off, args=[message["epoch"]], daemon=True).start()
                     self._messages.put(message)
             except OSError:
                 pass
+        self._stop.set()
+        self._answer()
         self._messages.put(None)
+
+    def _answer(self, number: int = 0) -> None:
+        """Wake the thread that waits for an answer of the coordinator."""
+        with self._has_answer:
+            self._num_kept = max(self._num_kept, number)
+            self._has_answer.notify_all()
 
     def _end_collectives(self, epoch: int) -> tuple[bool, bool]:
         """Close the connections of the group of an epoch, unless this worker has left it. Returns whether it has, and

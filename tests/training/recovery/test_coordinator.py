@@ -97,3 +97,23 @@ def test_nobody_joins_without_the_secret(coordinator):
         assert connection.recv(1) == b""
     members = {number: member(coordinator, number) for number in range(2)}
     assert len(groups_of(members)) == 2
+
+
+def test_a_worker_waits_until_the_coordinator_has_its_random_state(coordinator):
+    torch = pytest.importorskip("torch")
+    members = {number: member(coordinator, number) for number in range(2)}
+    groups_of(members)
+    for step in range(100):
+        members[0].keep_random(0, step, {"torch": torch.tensor([step])})
+        assert sorted(coordinator._random[0])[-1] == step
+
+
+def test_a_worker_that_cannot_reach_the_coordinator_is_lost_to_it(coordinator):
+    torch = pytest.importorskip("torch")
+    members = {number: member(coordinator, number, silent_s=0.5) for number in range(3)}
+    first = groups_of({number: members[number] for number in range(2)})
+    members[1]._answer = lambda number=0: None  # as if its answers were on a link that is cut
+    members[1].keep_random(1, 1, {"torch": torch.arange(3)})
+    second = groups_of({0: members[0], 2: members[2]})
+    assert first[0].epoch == 1 and second[0].epoch == 2
+    assert second[2].rank == 1
