@@ -1,260 +1,146 @@
-"""Kills workers at random moments, and compares what the training computes with an undisturbed one.
+"""Kills workers at random moments: a training with spares, and the same one with torchft.
 
+    pip install -r jobs/benchmarks/requirements.txt
     python jobs/benchmarks/recovery.py --kills 20 --seed 0
 
-Three gloo processes and a spare train a network with dropout and BatchNorm; a further process replaces each one that is
-killed, as Ray does. Prints one line for each run: kills, whether weights and losses are equal to the bit, steps lost or
-recorded with two values, and how long training stood still after each kill."""
+Three gloo processes train a network with dropout and BatchNorm. In each round both sides suffer the same number of
+kills, each at a random moment after a random step, when the side is whole again after the last one. Other faults:
+`python jobs/faults.py --spares`."""
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import itertools
+import importlib.util
 import json
-import multiprocessing
 import os
 import random
+import shutil
+import signal
 import statistics
+import sys
 import tempfile
 import time
-from multiprocessing.connection import wait
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import nn
+import harness
+from processes import CpuWatch
 
-import scaleray
-from scaleray.checkpoints.catalog import Catalog
-from scaleray.config import load_config
-from scaleray.config.recipe.derive import derive
-from scaleray.data import TRAIN, Split, load_sources
-from scaleray.records.run_record import StepRecord
-from scaleray.training import loop
-from scaleray.training.process_group import interface_of
-from scaleray.training.recovery.coordinator import Coordinator
-from scaleray.training.recovery.member import EXIT_CODE, Group, Member
-from scaleray.training.recovery.recovering import train_in_groups
-from scaleray.training.setup.job import TrainJob
-from scaleray.training.setup.rank_context import RankContext
-from scaleray.training.state.checkpointing import Checkpointing
-from scaleray.training.state.live_state import LiveState
+sys.path[:0] = [str(harness.REPOSITORY / "jobs"), str(Path(__file__).parent)]
+os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], *filter(None, [os.environ.get("PYTHONPATH")])])
 
-HOST, TOKEN, RANKS, SPARES, SILENT_S = "127.0.0.1", "benchmark", 3, 1, 10.0
+from fault_suite.members import Size  # noqa: E402
+from fault_suite.spared import SparedTraining, differences  # noqa: E402
+from sides.with_torchft import HEARTBEAT_MS, JOIN_MS, Replicas  # noqa: E402
 
+SIDES = {"scaleray": SparedTraining, "torchft": Replicas}
+RULES = """\
+{ranks} gloo processes of one thread each, 0.6 million parameters, dropout and BatchNorm; {steps} steps a training, SIGKILL to a
+random worker at a random moment, {a_run} times, each when the side is whole again. scaleray has one spare; torchft starts the
+killed replica again at once. New processes of both sides are forked with torch loaded. torchft: join timeout {join} ms,
+heartbeat limit {heartbeat} ms. Seeds {seeds}.
 
-class Times(scaleray.Callback):
-    """Wall clock at the end of each step in this process."""
-
-    def __init__(self) -> None:
-        self.ended: dict[int, float] = {}
-
-    def on_step(self, run: Any) -> None:
-        self.ended[run.step] = time.time()
+- stand-still: the longest time between two steps after a kill and before the next one, less a usual step.
+- lost: sum of the times between steps there that are longer than three usual ones, less a usual step each.
+- back: from the kill to the first step of all ranks.
+- wrong batch: steps in which not all samples of the global batch were summed.
+- equal: trainings whose weights (scaleray: and losses) are those of its undisturbed one, bit for bit.
+- CPU s: of all processes of the side in its trainings with kills; foreign CPU s: of all others on the machine."""
 
 
-class Network(scaleray.Workload):
-    """Classification of fixed random rows. width: of the hidden layers; 512 gives 0.6 million parameters."""
-
-    def __init__(self, width: int = 512) -> None:
-        self.width, self.times = width, Times()
-
-    def build_model(self) -> nn.Module:
-        width = self.width
-        hidden = [nn.Linear(width, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.ReLU()]
-        return nn.Sequential(nn.Linear(64, width), *hidden, *hidden, nn.Linear(width, 10))
-
-    def datasets(self) -> dict[str, Any]:
-        draw = np.random.default_rng(0)
-        return {"train": {"x": draw.normal(size=(1000, 64)).astype(np.float32), "y": draw.integers(0, 10, 1000)}}
-
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"])
-
-    def callbacks(self) -> list[Any]:
-        return [self.times]
-
-
-def job_of(steps: int, workload: Network) -> tuple[TrainJob, dict[str, Any]]:
-    settings = {
-        "workload.name": "recovery:Network",
-        "batch.global_size": 96,
-        "optimizer.learning_rate": 1e-3,
-        "stop.after": f"{steps} steps",
-        "scale.workers": RANKS,
-        "scale.gpus_per_worker": 0,
-        "strategy.name": "ddp",
-        "deterministic": True,
-        "tracking.system_metrics": False,
-        "checkpoint.every_minutes": None,
-    }
-    config = load_config(flags=settings, environ={})
-    sources = load_sources(workload)
-    splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
-    return TrainJob(config, derive(config, splits[TRAIN].size), workload, splits, time.time()), sources
-
-
-def run_worker(number: int, place: Any, steps: int, folder: str, pipe: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = interface_of(HOST) or "lo"
-    workload = Network()
-    losses: dict[int, list[float]] = {}
-    weights: list[str] = []
-
-    def emit(*messages: Any) -> None:
-        for message in messages:
-            for each in getattr(message, "messages", [message]):
-                if isinstance(each, StepRecord):
-                    losses.setdefault(each.step, []).append(each.loss)
-                    pipe.send(("step", each.step))
-
-    def save(share: Any, name: str) -> None:
-        content = b"".join(value.detach().numpy().tobytes() for _, value in sorted(share.tensors.items()))
-        weights.append(hashlib.sha256(content).hexdigest())
-
-    def train(group: Group, live: LiveState) -> int:
-        job, sources = job_of(steps, workload)
-        context = RankContext(group.rank, group.world_size, group.local_rank, group.local_world_size)
-        saves = Checkpointing(job, context, Catalog.of_run(folder), emit=emit, live=live)
-        loop.run(job, context, sources=sources, emit=emit, checkpointing=saves, save_weights=save)
-        return group.rank
-
-    member = Member(place, TOKEN, number=number, node=HOST, silent_s=SILENT_S)
-    rank = train_in_groups(member, lambda group: group.join("gloo", 60.0, "cpu"), train)
-    pipe.send(("end", {"rank": rank, "weights": weights, "losses": losses, "ended": workload.times.ended}))
-
-
-class Processes:
-    """Workers and spares, of which some are killed and replaced."""
-
-    def __init__(self, steps: int, folder: str) -> None:
-        self.steps, self.folder = steps, folder
-        self.lost: list[str] = []
-        self.coordinator = Coordinator(
-            HOST, RANKS, token=TOKEN, silent_s=SILENT_S, first_group_s=600.0, say=self.lost.append
-        )
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["scaleray.verification.variants", "scaleray.training.recovery.recovering"])
-        self.running: dict[int, tuple[Any, Any]] = {}
-        for number in range(RANKS + SPARES):
-            self.start(number)
-
-    def start(self, number: int) -> None:
-        ours, theirs = self.context.Pipe()
-        arguments = (number, self.coordinator.place, self.steps, self.folder, theirs)
-        process = self.context.Process(target=run_worker, args=arguments, daemon=True)
-        process.start()
-        theirs.close()
-        self.running[number] = process, ours
-
-    def kill(self, number: int) -> None:
-        process, pipe = self.running.pop(number)
-        process.kill()
-        process.join()
-        pipe.close()
-
-    def train(self, kill_at: list[int], draw: random.Random) -> tuple[list[dict[str, Any]], list[float]]:
-        """Results of all workers that ended, and the times of the kills, each of which comes at a random moment after
-        a step of `kill_at`."""
-        results: list[dict[str, Any]] = []
+def train(side: str, size: Size, kills: int, draw: random.Random) -> tuple[SparedTraining, dict[str, Any]]:
+    """One training of a side, and what its kills cost."""
+    folder = Path(tempfile.mkdtemp(prefix="recovery-"))
+    started_at = time.time()
+    with CpuWatch(os.getpid()) as watch:
+        training = SIDES[side](size, folder)
         killed: list[float] = []
-        newest, number, waiting = 0, RANKS + SPARES, list(kill_at)
-        listening = dict(self.running)
-        while listening:
-            for ready in wait([pipe for _, pipe in listening.values()], timeout=0.1):
-                try:
-                    kind, value = ready.recv()
-                except EOFError:
-                    gone = next(n for n, pair in listening.items() if pair[1] is ready)
-                    process = self.running[gone][0]
-                    process.join()
-                    if process.exitcode != EXIT_CODE:
-                        raise RuntimeError(f"worker {gone} ended by itself, with code {process.exitcode}") from None
-                    self.kill(gone)  # it could not leave its group
-                    self.start(number)
-                    listening = {n: p for n, p in listening.items() if n != gone} | {number: self.running[number]}
-                    number += 1
-                    continue
-                if kind == "end":
-                    results.append(value)
-                    listening = {n: pair for n, pair in listening.items() if pair[1] is not ready}
-                newest = max(newest, value) if kind == "step" else newest
-            if waiting and newest >= waiting[0] and len(listening) == RANKS + SPARES:
-                waiting.pop(0)
-                time.sleep(draw.uniform(0.0, 0.1))
-                killed.append(time.time())
-                victim = draw.choice(list(self.running))
-                self.kill(victim)
-                self.start(number)
-                listening = {n: pair for n, pair in listening.items() if n != victim} | {number: self.running[number]}
-                number += 1
-        return results, killed
-
-    def close(self) -> None:
-        for number in list(self.running):
-            self.kill(number)
-        self.coordinator.close()
-
-
-def measured(steps: int, kill_at: list[int], draw: random.Random) -> dict[str, Any]:
-    """One training: the weights of rank 0, every loss that it recorded, and the stand-still after each kill."""
-    with tempfile.TemporaryDirectory() as folder:
-        processes = Processes(steps, folder)
+        back: list[float] = []
         try:
-            results, killed = processes.train(kill_at, draw)
+            for _ in range(kills):
+                due = training.newest + draw.randint(3, 25)
+                training.wait_for(lambda due=due: training.newest >= due and training.is_whole, "whole group")
+                training.pause(draw.uniform(0.0, 0.1))
+                victim = training.members[draw.randrange(size.ranks)]
+                killed.append(training.signal(victim, signal.SIGKILL))
+                training.wait_for(lambda v=victim: v not in training.running, "end of the victim")
+                if side == "torchft":
+                    training.wait_for(lambda: training.is_whole, "whole group")
+                    back.append(time.time() - killed[-1])
+            training.wait_for(lambda: training.is_over, "step")
         finally:
-            processes.close()
-    losses: dict[int, set[float]] = {}
-    ended: dict[int, float] = {}
-    for result in results:
-        for step, values in result["losses"].items():
-            losses.setdefault(step, set()).update(values)
-        for step, at in result["ended"].items():
-            ended[step] = max(at, ended.get(step, at))
-    times = [at for _, at in sorted(ended.items())]
-    usual = statistics.median(b - a for a, b in itertools.pairwise(times))
-    gaps = [(a, b - a - usual) for a, b in itertools.pairwise(times) if b - a > 3 * usual]
-    still = [next((gap for a, gap in gaps if a - usual < at < a + gap + usual), 0.0) for at in killed]
-    weights = next((r["weights"][-1] for r in results if r["rank"] == 0), "")
-    members = len(processes.lost)
-    return {"weights": weights, "losses": losses, "still": still, "step_s": usual, "members": members}
+            training.close()
+    shutil.rmtree(folder, ignore_errors=True)
+    ends = [*killed[1:], float("inf")][: len(killed)]
+    steps = sorted(training.ended.values())
+    return training, {
+        "steps_ms": 1000 * training.step_s,
+        "still_s": [training.still_s(at, min(end, at + 20)) for at, end in zip(killed, ends, strict=True)],
+        "lost_s": [training.lost_s(at, min(end, at + 20)) for at, end in zip(killed, ends, strict=True)],
+        "back_s": back or [next((b - at for b in steps if b > at + 0.05), 0.0) for at in killed],
+        "partial_steps": len(getattr(training, "partial_steps", ())),
+        "stuck": training.stuck,
+        "cpu_s": sum(watch.cpu_s().values()),
+        "foreign_cpu_s": watch.foreign_s(),
+        "wall_s": time.time() - started_at,
+        "load": os.getloadavg()[0],
+    }
+
+
+def summary(side: str, runs: Sequence[dict[str, Any]], steps: int) -> list[str]:
+    """A line of the table."""
+    kills = sum(len(run["still_s"]) for run in runs)
+    figures = []
+    for name in ("still_s", "lost_s", "back_s"):
+        values = sorted(value for run in runs for value in run[name])
+        p95 = values[min(len(values) - 1, int(0.95 * len(values)))]
+        figures.append(f"{statistics.median(values):.2f} / {p95:.2f} / {values[-1]:.2f}")
+    partial, taken = sum(run["partial_steps"] for run in runs), steps * len(runs)
+    equal = f"{sum(run['equal'] for run in runs)} of {len(runs)}"
+    cpu = [f"{sum(run[name] for run in runs):.0f}" for name in ("cpu_s", "foreign_cpu_s")]
+    return [side, str(kills), *figures, f"{partial} of {taken}", equal, *cpu]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=20, help="workers to kill in all")
+    parser.add_argument("--kills", type=int, default=20, help="workers to kill in all, a side")
     parser.add_argument("--a-run", type=int, default=5, help="kills in each training")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sides", default=",".join(SIDES), help="comma between them")
+    parser.add_argument("--earlier", type=Path, nargs="*", default=[], help="reports whose runs belong to this one")
+    parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder for the report")
     given = parser.parse_args()
+    sides = given.sides.split(",")
+    if "torchft" in sides and importlib.util.find_spec("torchft") is None:
+        print("torchft is not installed; see jobs/benchmarks/requirements.txt")
+        sides.remove("torchft")
+    conditions = harness.conditions(["scaleray", "torch", "torchft-nightly"])
+    earlier = [json.loads(file.read_text()) for file in given.earlier]
+    size = Size(steps=given.steps, spares=1, silent_s=10.0, evaluation_every=None, checkpoint_every=None)
     draw = random.Random(given.seed)
-    calm = measured(given.steps, [], draw)
-    print(
-        f"undisturbed: {given.steps} steps of {1000 * calm['step_s']:.1f} ms, load {os.getloadavg()[0]:.1f}", flush=True
+    calm: dict[str, SparedTraining] = {}
+    runs: list[dict[str, Any]] = []
+    for side in sides if given.kills else ():
+        calm[side], found = train(side, size, 0, draw)
+        harness.log(f"{side} undisturbed: steps of {found['steps_ms']:.1f} ms, load {found['load']:.1f}")
+    for number, side in harness.interleaved(sides, repeats=-(-given.kills // given.a_run), seed=given.seed):
+        training, found = train(side, size, given.a_run, random.Random(f"{given.seed} {number}"))
+        wrong = differences(calm[side], training)
+        run = {"side": side, "seed": given.seed, "round": number, **found, "equal": not wrong, "differences": wrong}
+        runs.append(run)
+        harness.log(json.dumps({name: value for name, value in run.items() if name != "differences"}))
+    runs += [run for report in earlier for run in report["runs"]]
+    seeds = sorted({run["seed"] for run in runs})
+    rows = [summary(side, [run for run in runs if run["side"] == side], given.steps) for side in sides]
+    header = ["side", "kills", "stand-still p50 / p95 / longest (s)", "lost (s)", "back (s)", "wrong batch", "equal"]
+    rules = RULES.format(
+        **vars(given), ranks=size.ranks, join=JOIN_MS, heartbeat=HEARTBEAT_MS, seeds=", ".join(map(str, seeds))
     )
-    still: list[float] = []
-    equal = runs = members = 0
-    while len(still) < given.kills:
-        kill_at = sorted(draw.sample(range(10, given.steps - 60), given.a_run))
-        found = measured(given.steps, kill_at, draw)
-        is_equal = found["weights"] == calm["weights"] and found["losses"] == calm["losses"]
-        runs, equal, still = runs + 1, equal + is_equal, still + found["still"]
-        members += found["members"]
-        twice = sum(len(values) > 1 for values in found["losses"].values())
-        lost = given.steps - len(found["losses"])
-        print(
-            f"kills after steps {kill_at}: {'equal to the bit' if is_equal else 'DIFFERENT'}, {lost} steps lost, {twice} with "
-            f"two values, stood still for {', '.join(f'{s:.2f}' for s in found['still'])} s, load {os.getloadavg()[0]:.1f}",
-            flush=True,
-        )
-    ordered = sorted(still)
-    summary = {
-        "runs": runs, "members_killed": members, "equal_to_the_bit": equal, "kills": len(still), "p50_s": statistics.median(ordered),
-        "p95_s": ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))], "longest_s": ordered[-1],
-    }  # fmt: skip
-    print(json.dumps(summary))
+    text = f"{harness.table([*header, 'CPU s', 'foreign CPU s'], rows)}\n\n{rules}"
+    record = {"conditions": conditions, "arguments": harness.arguments_of(given), "runs": runs}
+    harness.write_report("recovery", title="Recovery from killed workers", text=text, record=record, folder=given.out)
 
 
 if __name__ == "__main__":
