@@ -7,12 +7,16 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from small_runs import Classify, RankContext, make_job
 from torch import nn
@@ -66,6 +70,9 @@ class Setting:
     flags: Mapping[str, Any] = field(default_factory=dict)
     faults: Sequence[Fault] = ()
     places: Sequence[HolderPlace] = ()
+    workload: type[Everything] | None = None
+    is_late: bool = False
+    """The last process comes when the group has shrunk; the others wait for it in a later step."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,19 @@ class Everything(Classify):
     def metrics(self, model, batch):
         self._worker.reach(EVALUATION, ahead=int(self._worker.has_copies))
         return super().metrics(model, batch)
+
+
+class Plain(Everything):
+    """A model whose results do not depend on the division of a batch."""
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def loss(self, model, batch):
+        if model.training:
+            self._worker.meet_late()
+            self._worker.reach(FORWARD, ahead=1)
+        return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"])
 
 
 class ObservedState(LiveState):
@@ -163,13 +183,21 @@ class Worker:
         if not self.has_copies:
             self.reach(JOINED)
         flags = {**FLAGS, **self.setting.flags}
-        job, sources = make_job(Everything(self), flags, world_size=self.setting.num_ranks)
+        job, sources = make_job((self.setting.workload or Everything)(self), flags, world_size=self.setting.num_ranks)
+        job = job.on(group.world_size)
         place = RankContext(group.rank, group.world_size, group.local_rank, group.local_world_size)
         catalog = Catalog.of_run(self.setting.folder)
         saves = ObservedCopies(job, place, catalog, emit=self._emit, live=live, holders=self._holders())
         saves.worker = self
         loop.run(job, place, sources=sources, emit=self._emit, checkpointing=saves, save_weights=self._take_weights)
         return group.rank
+
+    def meet_late(self) -> None:
+        """In a group that has shrunk, ask for the late process, and wait for it in the last step but two."""
+        if self.setting.is_late and dist.get_world_size() < self.setting.num_ranks:
+            Path(self.setting.folder, "asked").touch()
+            while self.step + 1 == STEPS - 2 and not Path(self.setting.folder, "come").exists():
+                time.sleep(0.05)
 
     def _holders(self) -> Holders | None:
         if not (places := self.setting.places):
@@ -199,7 +227,12 @@ def _run(number: int, place: StorePlace, setting: Setting, pipe: Any) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     worker = Worker(number, setting)
+    is_late = setting.is_late and number >= setting.num_ranks
+    while is_late and not Path(setting.folder, "asked").exists():
+        time.sleep(0.05)
     member = Member(place, SECRET, number=number, node="127.0.0.1", silent_s=3.0)
+    if is_late:
+        threading.Timer(1.0, Path(setting.folder, "come").touch).start()
     rank = train_in_groups(member, lambda group: group.join("gloo", 60.0, "cpu"), worker.train)
     pipe.send((rank, worker.weights, worker.messages))
 
@@ -224,15 +257,20 @@ def train_with(
     num_spares: int = 1,
     flags: Mapping[str, Any] | None = None,
     num_holders: int = 0,
+    **more: Any,
 ) -> Outcome:
     """Train in processes of their own, some of which suffer faults. num_holders: processes for copies in memory, which
     are this one."""
     lost: list[str] = []
     holders = [Holder("127.0.0.1", SECRET) for _ in range(num_holders)]
     places = [HolderPlace(f"node{i}", f"node{i}", "127.0.0.1", holder.port, SECRET) for i, holder in enumerate(holders)]
-    setting = Setting(folder, num_ranks, flags or {}, tuple(faults), places)
+    setting = Setting(folder, num_ranks, flags or {}, tuple(faults), places, **more)
+    Path(folder).mkdir(exist_ok=True)
     begin_imports()
-    coordinator = Coordinator("127.0.0.1", num_ranks, token=SECRET, silent_s=3.0, first_group_s=600.0, say=lost.append)
+    shrinks = (flags or {}).get("recovery.on_loss") == "shrink"
+    coordinator = Coordinator(
+        "127.0.0.1", num_ranks, token=SECRET, silent_s=3.0, shrinks=shrinks, first_group_s=600.0, say=lost.append
+    )
     context = multiprocessing.get_context("forkserver")
     processes, pipes = [], []
     try:

@@ -4,7 +4,10 @@ Two gloo workers train a model of linear layers with AdamW, real gradients, real
 forward pass also sleeps, as a CPU does while an accelerator computes. Checkpoints of the three kinds come in random order
 within one run, with plain steps between them.
 
+With --copies, workers send their parts to the memory of two holders after each step of a window, and after none of the next.
+
     python jobs/benchmarks/checkpoint_stall.py --repeats 5
+    python jobs/benchmarks/checkpoint_stall.py --copies --strategy fsdp --sleep 0.1
 """
 
 from __future__ import annotations
@@ -27,16 +30,18 @@ from torch import nn
 
 from scaleray import Workload
 from scaleray.checkpoints.catalog import Catalog
+from scaleray.checkpoints.holder import Holder
 from scaleray.config import load_config
 from scaleray.config.recipe.derive import derive
 from scaleray.config.recipe.values import DataSize
 from scaleray.data import Split, as_source
 from scaleray.launch.workers.gloo import UserCode, gloo_processes
-from scaleray.records.run_record import CheckpointRecord, StepRecord
+from scaleray.records.run_record import CheckpointRecord, EventRecord, StepRecord
 from scaleray.training import loop
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.checkpointing import Checkpointing
+from scaleray.training.state.memory_copies import HolderPlace, Holders
 
 WORLD_SIZE = 2
 SIDES = ("asynchronous", "synchronous", "torch_save")
@@ -90,7 +95,7 @@ class Scheduled(Checkpointing):
         return False
 
     def _torch_save(self) -> None:
-        setup = self._state.setup
+        setup = self.state.setup
         if self.place.rank == 0:
             path = Path(self.folder, "rank0.pt")
             with open(path, "wb") as file:
@@ -103,6 +108,22 @@ class Scheduled(Checkpointing):
         dist.barrier()
 
 
+class InWindows(Checkpointing):
+    """Copies in memory after each step of every other window."""
+
+    def __init__(self, *args: Any, window: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.window, self.num_copied = window, 0
+
+    def after_step(self, step: int, signals: tuple[float, ...]) -> bool:
+        return super().after_step(step, signals) if has_copies(step, self.window) else False
+
+
+def has_copies(step: int, window: int) -> bool:
+    """Whether a step is in a window with copies; the first window warms up."""
+    return step // window % 2 == 0
+
+
 def make_job(workload: Layers, steps: int, **flags: Any) -> tuple[TrainJob, dict[str, Any]]:
     """A job on WORLD_SIZE workers that neither evaluates nor saves by itself."""
     config = load_config(
@@ -110,7 +131,7 @@ def make_job(workload: Layers, steps: int, **flags: Any) -> tuple[TrainJob, dict
             "workload.name": "checkpoint_stall:Layers",
             "batch.global_size": 4,
             "optimizer.learning_rate": 1e-5,
-            "scale.workers": WORLD_SIZE,
+            "scale.workers": flags.get("scale.workers", WORLD_SIZE),
             "stop.after": f"{steps} steps",
             "checkpoint.every_minutes": None,
             "checkpoint.save_final": False,
@@ -175,6 +196,60 @@ def measure(name: str, arguments: argparse.Namespace, folder: str) -> list[harne
     return found
 
 
+def train_in_windows(
+    place: RankContext, job: TrainJob, sources: Any, holders: list[HolderPlace], window: int
+) -> list[Any]:
+    """One worker's run with copies in every other window; its records, and at the end the number of copied states and
+    its own CPU seconds."""
+    torch.set_num_threads(1)
+    records: list[Any] = []
+    known = Holders(holders[place.rank % len(holders)], lambda: holders)
+    saves = InWindows(job, place, Catalog([]), emit=records.append, holders=known, window=window)
+    saves.find = lambda: 0
+    loop.run(job, place, sources=sources, emit=records.append, checkpointing=saves)
+    problems = [r.text for r in records if isinstance(r, EventRecord) and r.kind == "warning"]
+    return [*(r for r in records if isinstance(r, StepRecord)), (saves.memory.num_saved, problems)]
+
+
+def measure_copies(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """The cost of copies after each step, as a share of a step without them."""
+    width, depth = SIZES["10M"]
+    window, steps = arguments.window, arguments.window * (2 * arguments.repeats + 1)
+    flags = {"checkpoint.memory": {}, "strategy.name": arguments.strategy, "scale.workers": arguments.workers}
+    job, sources = make_job(Layers(width, depth, arguments.sleep), steps, **flags)
+    load = os.getloadavg()[0]
+    holders = [Holder("127.0.0.1", "benchmark") for _ in range(2)]
+    places = [HolderPlace(str(i), str(i), "127.0.0.1", h.port, "benchmark") for i, h in enumerate(holders)]
+    started = os.times()
+    with gloo_processes(arguments.workers, UserCode(None, {}, None, job.workload), timeout_s=600) as processes:
+        *records, (num_saved, problems) = processes.run(
+            arguments.workers, train_in_windows, job, sources, places, window, workload=job.workload
+        )
+    ended = os.times()
+    held = max(holder.num_bytes for holder in holders)
+    times = {r.step: r.step_time_s for r in records}
+    means = {w: statistics.mean(times[s] for s in times if s // window == w) for w in range(1, max(times) // window)}
+    pairs = [(means[w + 1], means[w]) for w in means if w % 2 == 1 and w + 1 in means]
+    shares = [with_copies / without - 1 for with_copies, without in pairs]
+    rows = [
+        [
+            harness.show([1e3 * without for _, without in pairs], "{:.1f}"),
+            harness.show([1e3 * copied for copied, _ in pairs], "{:.1f}"),
+            harness.show(shares, "{:+.1%}"),
+            f"{num_saved} of {sum(has_copies(step, window) for step in times)}",
+            f"{held / 2**20:.0f}",
+        ]
+    ]
+    header = ["step without copies, ms", "with copies after each, ms", "cost", "states copied", "MiB a holder"]
+    text = (
+        f"{arguments.workers} gloo workers, {arguments.strategy}, 10 M parameters, AdamW, fp32; a forward pass sleeps "
+        f"{arguments.sleep:g} s. Windows of {window} steps with and without copies follow each other; the cost is that of each "
+        f"window to the one before it. Load {load:.1f} before, holders' CPU {ended.user + ended.system - started.user - started.system:.1f} s. "
+        f"Median (smallest-largest).\n\n{harness.table(header, rows)}\n{chr(10).join(problems)}"
+    )
+    return text, {"times": times, "num_saved": num_saved, "shares": shares}
+
+
 def measure_bytes(folder: str) -> dict[str, Any]:
     """Bytes of the checkpoints of a fine-tune in which 9 of 10 layers are frozen, against full ones."""
     workload = Layers(512, 20, frozen=0.9)
@@ -197,9 +272,22 @@ def main() -> None:
     parser.add_argument("--sleep", type=float, default=1.0, help="seconds that a forward pass sleeps")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--folder", type=Path, default=None, help="where checkpoints go; a temporary folder by default")
+    parser.add_argument("--copies", action="store_true", help="measure copies in memory instead")
+    parser.add_argument("--strategy", default="fsdp", help="with --copies")
+    parser.add_argument("--workers", type=int, default=4, help="with --copies")
     parser.add_argument("--results", type=Path, default=harness.RESULTS)
     arguments = parser.parse_args()
     conditions = harness.conditions(["torch"])
+    if arguments.copies:
+        text, found = measure_copies(arguments)
+        harness.write_report(
+            "memory_copies",
+            title="What copies in memory cost the training",
+            text=text,
+            record={"conditions": conditions, "arguments": harness.arguments_of(arguments), **found},
+            folder=arguments.results,
+        )
+        return
     measurements: list[harness.Measurement] = []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         fine_tune = measure_bytes(f"{folder}/fine-tune")

@@ -65,7 +65,7 @@ NEEDS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     "checkpoint.keep_best": (lambda config: config.checkpoint.best is not None, "without checkpoint.best"),
     "precision.float8_leave_out": (lambda config: config.precision.float8 != "none", "without precision.float8"),
     "precision.emulate_float8": (lambda config: config.precision.float8 != "none", "without precision.float8"),
-    "recovery.silent_s": (lambda config: config.recovery.spares > 0, "without recovery.spares"),
+    "recovery.silent_s": (lambda config: config.recovery.is_on, "without recovery.spares"),
     "precision.initial_loss_scale": (lambda config: config.precision.dtype == "fp16", "without precision.dtype fp16"),
 }
 """Settings that have an effect only with another one: a test of the config, and the text if it fails."""
@@ -78,7 +78,7 @@ OFF: dict[str, Callable[[RunConfig], bool]] = {
     "noise_scale": lambda config: config.noise_scale.measure is False,
     "precision.initial_loss_scale": lambda config: config.precision.dtype != "fp16",
     "pruning": lambda config: config.pruning.method == "none",
-    "recovery": lambda config: config.recovery.spares == 0,
+    "recovery": lambda config: not config.recovery.is_on,
     "shares": lambda config: config.shares.by == "equal",
     "study": lambda config: True,
     "alerts": lambda config: True,

@@ -1,8 +1,10 @@
 """Settings of the workers: their number, their resources, and the response to failures."""
 
+from __future__ import annotations
+
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from scaleray.config.base import NonNegative, Positive, Settings, WorkerRange
 
@@ -83,6 +85,21 @@ class RecoverySettings(Settings):
     others keep their state in memory, and the step under way is repeated: weights and losses are those of an
     undisturbed run, bit for bit. Ray replaces the lost worker meanwhile. Strategies other than ddp also need
     `checkpoint.memory`. 0: a loss restarts all workers from the newest state."""
+    on_loss: Literal["spare", "shrink", "restart"] = "spare"
+    """Action when a worker is lost. spare: a spare takes its place, or the others wait for the process that Ray starts.
+    shrink: without a spare, the others continue at once with the same samples in each step, equal within rounding, and
+    take in the process that Ray starts. restart: all workers restart from the newest state, as without spares."""
     silent_s: Positive = 5.0
     """Seconds without a sign of life after which a worker counts as lost, and its process is ended. One whose process
     ends is noticed at once."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the loss of a worker leaves the others alive."""
+        return self.spares > 0 or self.on_loss == "shrink"
+
+    @model_validator(mode="after")
+    def _restart_needs_no_spares(self) -> RecoverySettings:
+        if self.spares and self.on_loss == "restart":
+            raise ValueError("recovery.on_loss restart and recovery.spares exclude each other: omit one of them")
+        return self

@@ -31,6 +31,7 @@ from scaleray.training.state.memory_copies import Holders
 
 if TYPE_CHECKING:
     from scaleray.training.assignment import Assignment
+    from scaleray.training.setup.job import TrainJob
 
 TAIL_LINES = 20
 
@@ -53,7 +54,6 @@ def train(config: dict[str, Any]) -> WorkerSummary | None:
     sender = Sender(assignment.recorder, interval_s=job.config.tracking.interval_s, publisher=publisher)
     train = partial(
         run_rank,
-        job,
         channel=Channel(sender, sender.beat, sender.flush, sender.durable),
         sources=assignment.sources,
         run_path=assignment.run_path,
@@ -64,11 +64,11 @@ def train(config: dict[str, Any]) -> WorkerSummary | None:
         holders=_holders(assignment, sender),
     )
     with publisher or contextlib.nullcontext():
-        return _train_in_groups(assignment, context, train) if has_spares else train(context)
+        return _train_in_groups(assignment, job, context, train) if has_spares else train(job, context)
 
 
 def _train_in_groups(
-    assignment: Assignment, context: RankContext, train: Callable[..., WorkerSummary]
+    assignment: Assignment, job: TrainJob, context: RankContext, train: Callable[..., WorkerSummary]
 ) -> WorkerSummary | None:
     """Train as any rank that the coordinator of recoveries assigns. context: this worker among workers and spares."""
     import ray
@@ -86,7 +86,7 @@ def _train_in_groups(
 
     def train_as(group: Group, live: LiveState) -> WorkerSummary:
         changes = {name: getattr(group, name) for name in ("rank", "world_size", "local_rank", "local_world_size")}
-        return train(dataclasses.replace(context, **changes), live=live)
+        return train(job.on(group.world_size), dataclasses.replace(context, **changes), live=live)
 
     return train_in_groups(member, join, train_as)
 

@@ -121,24 +121,36 @@ def check_fine_tuning(config: RunConfig) -> None:
 
 def is_whole(config: RunConfig, strategy: str, workers: int) -> bool:
     """Whether each worker has the whole state of the training, so that any of them can pass it on to a spare."""
-    return strategy == "ddp" and config.degrees(workers).data == workers and config.compression.name == "none"
+    return (
+        strategy in ("ddp", "single") and config.degrees(workers).data == workers and config.compression.name == "none"
+    )
 
 
 def check_recovery(config: RunConfig, strategy: str, workers: int) -> None:
-    """Check that a spare can get the state of any worker."""
+    """Check that another worker can get the state of any worker, and that the others can continue without it."""
+    settings = config.recovery
+    if not settings.is_on:
+        return
+    key, value = ("recovery.spares", settings.spares) if settings.spares else ("recovery.on_loss", settings.on_loss)
+    shrinks, degrees = settings.on_loss == "shrink", config.degrees(workers)
     reasons = {
-        "a single worker has nobody that could notice its loss": workers == 1,
+        "a single worker has nobody that could notice its loss": config.scale.max_workers == 1,
         "it is for a fixed number of workers": config.scale.is_elastic,
         "shares.by speed depends on measured times": config.shares.by == "speed",
         "memory.on_out_of_memory halve repeats steps as well": config.memory.on_out_of_memory == "halve",
+        "with recovery.on_loss shrink, shares.speeds would have no worker": shrinks and config.shares.by == "given",
+        f"with recovery.on_loss shrink, {degrees.text()} needs a fixed number of workers": shrinks
+        and (degrees.model > 1 or (degrees.replicate > 1 and degrees.shard > 1)),
+        f"under {strategy} another number of workers changes the training": shrinks
+        and traits_of(strategy).trains_apart,
     }
-    if config.recovery.spares and (why := next((why for why, holds in reasons.items() if holds), None)) is not None:
-        raise ConfigError("recovery.spares", config.recovery.spares, why, "leave that out, or use no spares")
-    if config.recovery.spares and config.checkpoint.memory is None and not is_whole(config, strategy, workers):
+    if (why := next((why for why, holds in reasons.items() if holds), None)) is not None:
+        raise ConfigError(key, value, why, "leave that out, or use neither spares nor shrink")
+    if config.checkpoint.memory is None and not is_whole(config, strategy, workers):
         owner = f"under {strategy}" if config.compression.name == "none" else "with compression.name"
         raise ConfigError(
-            "recovery.spares",
-            config.recovery.spares,
+            key,
+            value,
             f"{owner} each worker has a part of the state that is lost with it",
             "add --checkpoint.memory.every '1 step', which keeps copies of it on other nodes, or use no spares",
         )

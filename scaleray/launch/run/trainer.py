@@ -132,16 +132,16 @@ def _fit_once(
             dataclasses.replace(
                 assignment,
                 recorder=recorder.actor,
-                coordinator=spawn_coordinator(config, recorder.actor) if config.recovery.spares else None,
+                coordinator=spawn_coordinator(config, recorder.actor) if config.recovery.is_on else None,
             ),
             num_workers=(scale.min_workers, scale.max_workers) if scale.is_elastic else scale.max_workers,
             name=recorder.description.run_name,  # which Ray's own metrics of the run have as a label
             storage_path=f"{assignment.run_path}/{folder}",
-            max_failures=-1 if config.recovery.spares else scale.max_failures,
-            num_spares=config.recovery.spares,
+            max_failures=-1 if config.recovery.is_on else scale.max_failures,
+            num_spares=config.recovery.spares if config.recovery.is_on else None,
             callbacks=[
                 restart_callback(
-                    recorder.actor, scale.max_failures, assignment.run_path, replaces=config.recovery.spares > 0
+                    recorder.actor, scale.max_failures, assignment.run_path, replaces=config.recovery.is_on
                 )
             ],
             datasets=streamed,

@@ -27,6 +27,7 @@ def spawn_coordinator(config: RunConfig, recorder: Any) -> Any:
                 config.scale.max_workers,
                 token=self.token,
                 silent_s=config.recovery.silent_s,
+                shrinks=config.recovery.on_loss == "shrink",
                 end=lambda number, node, pid: ray.kill(self._actors[number]),
                 say=lambda text: recorder.log.remote([EventRecord(text, kind="warning")]),
             )

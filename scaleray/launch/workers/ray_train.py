@@ -30,7 +30,7 @@ def torch_trainer(
     name: str,
     storage_path: str,
     max_failures: int = 0,
-    num_spares: int = 0,
+    num_spares: int | None = None,
     callbacks: Sequence[Any] = (),
     datasets: dict[str, Any] | None = None,
 ) -> Any:
@@ -38,8 +38,8 @@ def torch_trainer(
 
     worker: called on each worker with a mapping, whose `task` is a reference to the given task. num_workers: a
     number, or the least and the most of an elastic run. num_spares: workers in addition, that take the place of lost
-    ones; Ray then replaces these one by one, and leaves the others alone. name: name of Ray Train's own folder in
-    `storage_path`. datasets: Ray Datasets that are streamed to the workers, by split."""
+    ones; Ray then replaces lost ones one by one, and leaves the others alone. None: it restarts all. name: name of Ray
+    Train's own folder in `storage_path`. datasets: Ray Datasets that are streamed to the workers, by split."""
     import ray.train
 
     from scaleray.launch.workers.process_group import ProcessGroup
@@ -58,9 +58,9 @@ def torch_trainer(
     return trainer(
         worker,
         train_loop_config={"task": ray.put(task)},  # the controller, which has no use for it, unpickles what is here
-        torch_config=ProcessGroup(scale.backend, int(scale.collective_timeout_s), are_replaced=num_spares > 0),
+        torch_config=ProcessGroup(scale.backend, int(scale.collective_timeout_s), are_replaced=num_spares is not None),
         scaling_config=ray.train.ScalingConfig(
-            num_workers=num_workers + num_spares if isinstance(num_workers, int) else num_workers,
+            num_workers=num_workers + (num_spares or 0) if isinstance(num_workers, int) else num_workers,
             use_gpu=scale.gpus > 0,
             resources_per_worker=worker_resources(config),
             placement_strategy=scale.placement,

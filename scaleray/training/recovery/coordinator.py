@@ -58,9 +58,11 @@ class Coordinator:
     """Forms groups of `num_ranks` workers, and replaces lost members with spares as long as there are any.
 
     host: address of this machine for the workers. token: secret that a worker must send. silent_s: seconds without a
-    sign of life after which a worker counts as lost, and is ended. first_group_s: seconds that the first group waits
-    for the workers with the lowest numbers before others take their ranks. end: ends a worker, given its number, node
-    and process id; by default it kills a process of this machine. say: receives a sentence about each loss."""
+    sign of life after which a worker counts as lost, and is ended. shrinks: without a spare, the other members form a
+    smaller group, which grows when a worker comes; otherwise they wait for one. first_group_s: seconds that the first
+    group waits for the workers with the lowest numbers before others take their ranks. end: ends a worker, given its
+    number, node and process id; by default it kills a process of this machine. say: receives a sentence about each
+    loss."""
 
     def __init__(
         self,
@@ -69,17 +71,19 @@ class Coordinator:
         *,
         token: str,
         silent_s: float,
+        shrinks: bool = False,
         first_group_s: float = FIRST_GROUP_S,
         end: Callable[[int, str, int], None] | None = None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.host, self.num_ranks, self.token, self.silent_s = host, num_ranks, token, silent_s
-        self.first_group_s, self._end, self._say = first_group_s, end or _kill, say
+        self.shrinks, self.first_group_s, self._end, self._say = shrinks, first_group_s, end or _kill, say
         self.epoch, self.is_over = 0, False
-        self._is_running = False
+        self._is_running = self._grows = False
         self._workers: dict[int, _Worker] = {}
         self._members: dict[int, _Worker] = {}
         self._lost: list[str] = []
+        self._size = num_ranks
         self._broken_at = 0.0
         self._store: dist.Store | None = None
         self._random: dict[int, dict[int, Any]] = {rank: {} for rank in range(num_ranks)}
@@ -144,6 +148,7 @@ class Coordinator:
             if self.is_over:
                 worker.send(OVER)
             self._form()
+            self._grow(worker)
         elif kind == LOST and message["epoch"] == self.epoch:
             self._break()
         elif kind == RANDOM:
@@ -178,6 +183,14 @@ class Coordinator:
             for member in self._members.values():
                 member.send(BROKEN, epoch=self.epoch)
 
+    def _grow(self, worker: _Worker) -> None:
+        """Let a smaller group take in a worker that is ready."""
+        members = self._members.values()
+        has_room = self._is_running and worker not in members and len(members) < self.num_ranks
+        if has_room and not any(member.is_done for member in members):
+            self._grows = True
+            self._break()
+
     def _form(self) -> None:
         """Begin the next epoch if there are enough workers, and all members of the last one have left it."""
         if self._is_running or self.is_over or not all(member.is_ready for member in self._members.values()):
@@ -187,14 +200,18 @@ class Coordinator:
         spares = sorted((w for w in self._workers.values() if w.is_ready and w not in members), key=lambda w: w.number)
         if self.epoch == 0 and time.monotonic() - self._started_at < self.first_group_s:
             spares = [worker for worker in spares if worker.number < self.num_ranks]
-        if len(spares) < len(free):
+        if len(spares) < len(free) and not (self.shrinks and self.epoch and (members or spares)):
             return
         self._members.update(zip(free, spares, strict=False))
+        if len(self._members) != self._size:  # other ranks, which draw other random numbers
+            self._random = {rank: {} for rank in range(self.num_ranks)}
+        self._size = len(self._members)
+        self._members = {rank: self._members[old] for rank, old in enumerate(sorted(self._members))}
         self.epoch += 1
         self._is_running = True
         owned = OwnedStore(self.host)
         self._store = open_store(owned.place)
-        nodes = [self._members[rank].node for rank in range(self.num_ranks)]
+        nodes = [self._members[rank].node for rank in range(self._size)]
         for rank, member in self._members.items():
             member.is_ready = member.is_done = False
             member.send(
@@ -206,9 +223,10 @@ class Coordinator:
                 port=owned.place.port,
                 random=self._random[rank],
                 lost=self._lost,
+                grows=self._grows,
                 broken_at=self._broken_at,
             )
-        self._lost = []
+        self._lost, self._grows = [], False
 
     async def _look(self) -> None:
         """End workers that are silent: their process has stopped, or cannot be reached."""

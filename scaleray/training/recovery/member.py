@@ -40,8 +40,8 @@ REPORTED_WITHIN_S = 1.0
 @dataclass(frozen=True)
 class Group:
     """Membership of this worker in one epoch. nodes: node of each rank. random: last random states of the rank, by
-    step, as its former holder sent them. lost: workers lost since the last epoch. broken_at: wall clock of that
-    loss."""
+    step, as its former holder sent them. lost: workers lost since the last epoch. grows: a worker has joined a smaller
+    group. broken_at: wall clock of the end of the last epoch."""
 
     epoch: int
     name: str
@@ -50,6 +50,7 @@ class Group:
     store: StorePlace
     random: dict[int, RandomState]
     lost: tuple[str, ...]
+    grows: bool
     broken_at: float
 
     @property
@@ -127,6 +128,7 @@ class Member:
             StorePlace(self.place.host, message["port"]),
             {int(step): _decoded(state) for step, state in message["random"].items()},
             tuple(message["lost"]),
+            message["grows"],
             message["broken_at"],
         )
 

@@ -23,7 +23,7 @@ def train_in_groups(member: Member, join: Callable[[Group], None], train: Callab
     errors, except for those that follow from the loss of another worker; and PeerLostError if no group can follow."""
     live = LiveState(member.keep_random)
     while (group := member.next_group()) is not None:
-        live.begin_group(group.random, group.lost, group.broken_at)
+        live.begin_group(group.random, group.lost, group.broken_at, grows=group.grows)
         try:
             join(group)
             result = train(group, live)

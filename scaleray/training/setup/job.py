@@ -156,7 +156,7 @@ class TrainJob:
                 f"this IterableDataset deals its rows out by {train.dealt_by}, for a fixed number of workers",
                 "give one number, or do not deal rows out: every worker then reads all rows and uses its own",
             )
-        if self.config.recovery.spares:
+        if self.config.recovery.is_on:
             self._check_recovery(train)
         check_row_lengths(self.config, self.splits[TRAIN])
         for split in self.splits.values():

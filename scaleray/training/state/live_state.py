@@ -15,6 +15,7 @@ from torch import nn
 
 from scaleray.checkpoints.manifest import Manifest, Tensor
 from scaleray.common.equal_models import dense_buffers
+from scaleray.common.printed import quantity
 from scaleray.common.seeding import random_state
 from scaleray.records.run_record import Emit, EvaluationRecord, EventRecord, RepeatedMessages, StepRecord
 from scaleray.training.setup.job import TrainJob
@@ -55,16 +56,23 @@ class LiveState:
         """Whether this group continues from a state in memory."""
         self._random: Mapping[int, Tensors] = {}
         self._lost: Sequence[str] = ()
-        self._broken_at = 0.0
+        self._broken_at, self._grows = 0.0, False
+        self._size: int | None = None
+        self._rank: int | None = None
+        self._is_moved = False  # in this group, from another rank
         self._is_new = False  # in this group, with the state of another member
+        self._is_resized = False  # in this group
         self._is_changing = False  # between the first change of a step and its last one, which may communicate
         self._tensors: Tensors = {}
         self._messages: deque[StepRecord | EvaluationRecord] = deque(maxlen=RECENT_MESSAGES)
 
-    def begin_group(self, random: Mapping[int, Tensors], lost: Sequence[str], broken_at: float) -> None:
+    def begin_group(
+        self, random: Mapping[int, Tensors], lost: Sequence[str], broken_at: float, *, grows: bool = False
+    ) -> None:
         """Note how the next group came about. random: last random states of this worker's rank, by step, as the worker
-        that had it sent them. lost: workers lost since the last group. broken_at: wall clock of that."""
-        self._random, self._lost, self._broken_at = random, lost, broken_at
+        that had it sent them. lost: workers lost since the last group. broken_at: wall clock of its end. grows: a
+        worker joins a smaller group."""
+        self._random, self._lost, self._broken_at, self._grows = random, lost, broken_at, grows
 
     def after_forward(self, place: RankContext, step: int) -> None:
         """Send this rank's random state before it contributes to the sums of `step`: only with them others complete the
@@ -98,6 +106,9 @@ class LiveState:
         Collective."""
         if self._is_changing:  # the kept tensors are those of the model, which has begun its next update
             self.kept, self._is_changing = None, False
+        before, self._size = self._size, place.world_size
+        self._is_moved, self._rank = self._rank not in (None, place.rank), place.rank
+        self._is_resized = any(size not in (None, place.world_size) for size in place.gathered(before))
         positions = place.gathered(self.kept.position if self.kept is not None else None)
         self.is_continued = any(positions)
         if not self.is_continued:
@@ -138,16 +149,20 @@ class LiveState:
         sends that worker's last messages again; the recorder leaves out those that it has."""
         if not self.is_continued or place.rank != 0:
             return
-        if self._is_new:
+        if self._is_new or self._is_moved:
             emit(RepeatedMessages(tuple(self._messages)))
-        emit(EventRecord(f"after step {step}: {self.why()}, and no step is lost", kind="resumed", step=step))
+        ends = "with the same samples, equal within rounding" if self._is_resized else "and no step is lost"
+        emit(EventRecord(f"after step {step}: {self.why()}, {ends}", kind="resumed", step=step))
 
     def why(self) -> str:
         """Reason for this group, with the time since the last one; empty for the first group."""
         if not self._broken_at:
             return ""
-        lost = f"{' and '.join(self._lost) or 'a connection'} {'were' if len(self._lost) > 1 else 'was'} lost"
-        return f"{lost}; other workers took over after {time.time() - self._broken_at:.1f} s"
+        what = f"{' and '.join(self._lost) or 'a connection'} {'were' if len(self._lost) > 1 else 'was'} lost"
+        if self._grows and not self._lost:
+            what = "a worker joined"
+        took_over = f"{quantity(self._size or 1, 'worker')} continue" if self._is_resized else "other workers took over"
+        return f"{what}; {took_over} after {time.time() - self._broken_at:.1f} s"
 
     def _transfer(self, manifest: Manifest, place: RankContext, source: int, to: int) -> None:
         """Send the tensors that all ranks share from one rank to another."""

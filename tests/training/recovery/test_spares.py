@@ -5,7 +5,19 @@ from __future__ import annotations
 import signal
 
 import pytest
-from recovering_workers import DECISION, EVALUATION, FORWARD, JOINED, KEPT, STEPS, UPDATED, Fault, Outcome, train_with
+from recovering_workers import (
+    DECISION,
+    EVALUATION,
+    FORWARD,
+    JOINED,
+    KEPT,
+    STEPS,
+    UPDATED,
+    Fault,
+    Outcome,
+    Plain,
+    train_with,
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +70,30 @@ def test_when_all_are_lost_the_spares_continue_from_the_checkpoint(undisturbed, 
     assert found.weights == undisturbed.weights
     assert {step: undisturbed.losses[step] for step in found.losses} == found.losses  # the others' records are lost
     assert "were lost; other workers took over" in found.resumed[0] and "resumed after step " in found.resumed[0]
+
+
+SHRINKING = {"recovery.on_loss": "shrink"}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Outcome:
+    return train_with([], str(tmp_path_factory.mktemp("plain")), num_spares=0, workload=Plain)
+
+
+@pytest.mark.parametrize("fault", [Fault(1, 5, FORWARD), Fault(0, 5, UPDATED), Fault(2, 6, DECISION)])
+def test_without_a_spare_the_others_continue_with_the_same_samples(fault, plain, tmp_path) -> None:
+    found = train_with([fault], str(tmp_path), num_spares=0, flags=SHRINKING, workload=Plain)
+    assert [text.partition("; ")[2].partition(" after")[0] for text in found.resumed] == ["2 workers continue"]
+    assert sorted(found.losses) == sorted(plain.losses)
+    for step, losses in plain.losses.items():
+        assert list(found.losses[step]) == pytest.approx(list(losses), rel=1e-5)
+
+
+def test_a_smaller_group_takes_in_a_worker_that_comes(plain, tmp_path) -> None:
+    more = {"workload": Plain, "is_late": True, "num_spares": 1}
+    found = train_with([Fault(2, 3, FORWARD)], str(tmp_path), flags=SHRINKING, **more)
+    assert "was lost; 2 workers continue" in found.resumed[0]
+    assert "a worker joined; 3 workers continue" in found.resumed[1]
+    assert sorted(found.losses) == sorted(plain.losses)
+    for step, losses in plain.losses.items():
+        assert list(found.losses[step]) == pytest.approx(list(losses), rel=1e-5)
