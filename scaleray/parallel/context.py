@@ -36,6 +36,8 @@ class Context:
     group: dist.ProcessGroup | None = None
     run: Run = lambda start, payload: start()
     """Start an exchange of this payload, and count it."""
+    heads_on: int = 1
+    """Workers that divide the heads of a layer, in a rehearsal, which has all of them."""
     has_cut: bool = False
     num_exchanges: int = 0
 
@@ -212,6 +214,7 @@ def _check_call(
         )
     if context.exchange == "heads":
         for name, heads in (("query", query.shape[1]), ("key and value", key.shape[1])):
+            heads //= context.heads_on
             if heads % context.size:
                 raise WorkloadError(
                     "parallel.context", context.size, f"by heads it must divide the {heads} {name} heads of a worker",

@@ -168,6 +168,27 @@ def _along(placement: Shard, parameter: nn.Parameter) -> Shard:
     return placement
 
 
+def experts_of(model: nn.Module, degree: int) -> list[DivisibleExperts]:
+    """The experts of a model that `degree` workers divide. Raises WorkloadError for a model without experts, or with a
+    number that the workers do not divide."""
+    modules = divisible_experts(model)
+    if not modules:
+        raise WorkloadError(
+            "parallel.expert",
+            degree,
+            "it divides experts of scaleray.parallel.MixtureOfExperts and transformers, and the model has no experts",
+            "leave it out",
+        )
+    for module in modules:
+        if module.num_experts % degree:
+            near = [n for n in range(1, module.num_experts + 1) if module.num_experts % n == 0]
+            raise WorkloadError(
+                "parallel.expert", degree, f"it must divide the {module.num_experts} experts of a layer",
+                f"possible: {', '.join(map(str, near))}",
+            )  # fmt: skip
+    return modules
+
+
 def divide_experts(model: nn.Module, mesh: DeviceMesh, degree: int) -> DividedExperts:
     """Keep this worker's experts, as DTensors over `degree` neighbours along the last data axis of the mesh, and over
     `tp` if they are split over it. Collective. Raises WorkloadError for a model without experts, or with a number that
@@ -175,20 +196,8 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh, degree: int) -> DividedEx
     data = [name for name in mesh.mesh_dim_names or () if name != "tp"][:-1]
     fine = mesh._unflatten(len(data), (mesh.size(len(data)) // degree, degree), ("of_experts", "ep"))
     ours = fine["ep"]
-    modules = divisible_experts(model)
-    if not modules:
-        raise WorkloadError.problem(
-            "the model",
-            "has no experts, and parallel.expert divides those of scaleray.parallel.MixtureOfExperts and transformers",
-            "leave parallel.expert out",
-        )
+    modules = experts_of(model, ours.size())
     for module in modules:
-        if module.num_experts % ours.size():
-            near = [n for n in range(1, module.num_experts + 1) if module.num_experts % n == 0]
-            raise WorkloadError(
-                "parallel.expert", ours.size(), f"it must divide the {module.num_experts} experts of a layer",
-                f"possible: {', '.join(map(str, near))}",
-            )  # fmt: skip
         module.group = ours.get_group()
         for name, weights in list(module.named_parameters()):
             part: Any = weights.detach()

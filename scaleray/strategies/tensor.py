@@ -117,7 +117,7 @@ class SplitLayers:
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) -> None:
         self._model, self._hooks = model, _Hooks(model)
-        plan = _plan(model, config, workload, size=mesh.size())
+        plan = plan_of(model, config, workload, size=mesh.size())
         self.note = f"tensor: {len(plan)} entries of the plan, each layer on {mesh.size()} workers"
         trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
         ties = _ties(model)
@@ -125,7 +125,7 @@ class SplitLayers:
             warnings.simplefilter("error", UserWarning)
             parallelize_module(model, mesh, dict(plan))
         _replicate_the_rest(model, mesh, sequence_parallel=config.tensor.sequence_parallel)
-        _refuse_uneven_cuts(model, mesh, plan)
+        refuse_uneven_cuts(model, plan, size=mesh.size())
         _tie_again(model, ties)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             parameter.requires_grad_(trained[name])  # styles of norms make every parameter a trained one
@@ -144,7 +144,9 @@ def data_axes(mesh: DeviceMesh) -> DeviceMesh:
     return mesh["replicate", "shard"] if "replicate" in (mesh.mesh_dim_names or ()) else mesh["dp"]
 
 
-def _plan(model: nn.Module, config: RunConfig, workload: Any, *, size: int) -> Mapping[str, ParallelStyle]:
+def plan_of(model: nn.Module, config: RunConfig, workload: Any, *, size: int) -> Mapping[str, ParallelStyle]:
+    """Styles of the layers of a model split over `size` workers. Raises WorkloadError without a plan, or for one that
+    names modules which the model lacks."""
     make: Callable[..., Any] | None = getattr(workload, "tensor_plan", None)
     plan = None
     if callable(make):
@@ -156,7 +158,7 @@ def _plan(model: nn.Module, config: RunConfig, workload: Any, *, size: int) -> M
     if plan is None:
         raise WorkloadError.problem(
             "the workload",
-            "lacks tensor_plan(): tensor parallelism needs to know how each layer is split",
+            f"lacks tensor_plan(): parallel.tensor {size} needs to know how each layer is split",
             "return a style of torch.distributed.tensor.parallel for each layer's name, or use fsdp or pipeline",
         )
     names = [name for name, _ in model.named_modules()]
@@ -214,7 +216,7 @@ def _replicate_the_rest(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel
         parallelize_module(module, mesh, Replicated())
 
 
-def _refuse_uneven_cuts(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
+def refuse_uneven_cuts(model: nn.Module, plan: Mapping[str, ParallelStyle], *, size: int) -> None:
     """Refuse inputs with a number of tokens that the workers do not divide, if a layer cuts its output along them: a
     collective of unequal parts would end the process."""
     for name, module in model.named_modules():
@@ -226,12 +228,12 @@ def _refuse_uneven_cuts(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, P
             if fnmatchcase(name, key) and isinstance(ours, Shard) and ours.dim > 0 and ours != theirs:
 
                 def check(module: nn.Module, inputs: Any, *, name: str = name, dim: int = ours.dim) -> None:
-                    if inputs and inputs[0].ndim > dim and (found := inputs[0].shape[dim]) % mesh.size():
+                    if inputs and inputs[0].ndim > dim and (found := inputs[0].shape[dim]) % size:
                         raise WorkloadError.problem(
                             f"the input of {name}",
                             f"has {found} entries along dimension {dim}: "
-                            f"sequence parallelism cuts it into {mesh.size()} equal parts",
-                            f"pad it to a multiple of {mesh.size()}, or use --tensor.sequence-parallel false",
+                            f"parallel.tensor with sequence parallelism cuts it into {size} equal parts",
+                            f"pad it to a multiple of {size}, or use --tensor.sequence-parallel false",
                         )
 
                 module.register_forward_pre_hook(check, prepend=True)

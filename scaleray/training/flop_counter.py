@@ -54,7 +54,7 @@ def _profile(
     arithmetic = precision.prepare(model, CPU, settings)
     with contextlib.nullcontext() if is_computed else FakeTensorMode(allow_non_fake_inputs=True):
         if not is_computed:
-            _without_values(model)
+            without_values(model)
         passes = []
         for size in SIZES:
             columns = {name: values[np.arange(size) % len(values)] for name, values in rows.items()}
@@ -206,7 +206,7 @@ def _is_small_filter(packet: Any, args: Any) -> bool:
     return plain and tuple(weight.shape[2:]) in ((3, 3), (5, 5))
 
 
-def _without_values(model: nn.Module) -> None:
+def without_values(model: nn.Module) -> None:
     """Give the model, built on the meta device, tensors of the mode that claim to be on the CPU. Tied ones stay tied.
 
     Autocast supports only such tensors; and torch cannot move the model itself in this mode, as its tensors are

@@ -165,7 +165,8 @@ class SevenTokens(SmallTransformer):
 
 def test_tokens_that_the_workers_do_not_divide_are_refused_before_a_collective_ends_the_process(gloo):
     with pytest.raises(
-        WorkloadError, match="embedding has 7 entries along dimension 1: sequence parallelism cuts it into 2"
+        WorkloadError,
+        match=r"embedding has 7 entries along dimension 1: parallel.tensor with sequence parallelism cuts it into 2",
     ):
         gloo.run(2, train, SevenTokens(), TENSOR)
     whole = {**TENSOR, "tensor.sequence_parallel": False}

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.manifest import StoredFile
 from scaleray.checkpoints.model_layout import ADAPTERS, FINAL_WEIGHTS, TRAINED_WEIGHTS
@@ -200,6 +202,7 @@ def run_training(
             run = _Run(config, request, workload, sources, folder, tracking_uri, topology, show, start, port)
             traced = None if trace is None else trace.into(folder.path)
             run.job = run.job.changed(trace=traced, probes_links=probes_links, mlflow_runs=mlflow_runs)
+            check_layout(run.job, sources[TRAIN])
             expect_steps(run.recipe.total_steps)
             lines = announcement(request, run.job, data=run.data, folder=folder, local=local, port=port)
             for line in (*lines, *run.prediction.lines()):
@@ -234,6 +237,19 @@ def check_degrees(config: RunConfig) -> None:
         raise ConfigError("parallel", text, allowed, f"use --scale.workers {least}, or leave the degrees out")
     if isinstance(config.scale.workers, int):
         config.degrees()  # before Ray starts, which may have room for fewer workers
+
+
+def check_layout(job: TrainJob, train: Source) -> None:
+    """Refuse a layout that the model or its sequences do not fit, before workers start."""
+    degrees = job.degrees
+    if max(degrees.pipeline, degrees.context, degrees.tensor, degrees.expert) == 1:
+        return
+    from scaleray.training.layout_check import check_layout as check  # with torch, which other runs do not need here
+
+    split = job.splits[TRAIN]
+    rows = {} if split.is_streamed else train.read(np.arange(min(2, train.num_rows)))
+    with stage("checking the layout"):
+        check(job.workload, job.config, degrees, rows, gives_tuples=split.gives_tuples)
 
 
 def _guarded(

@@ -349,6 +349,6 @@ def find_blocks(model: nn.Module, workload: Any) -> list[nn.Module]:
         return list(model.children())
     raise WorkloadError.problem(
         "the workload",
-        "lacks blocks(): a pipeline needs to know where the model can be cut",
+        "lacks blocks(): parallel.pipeline needs to know where the model can be cut",
         "return the model's repeated blocks from blocks(model), in the order of use",
     )

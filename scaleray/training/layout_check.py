@@ -1,0 +1,62 @@
+"""Check, before workers start, that a model and its sequences fit a layout, by the workers' own refusals.
+
+The model is built and its loss computed with tensors that have shapes but no values, without memory or communication.
+Code that needs values is left to the workers."""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from scaleray.common.seeding import same_random_numbers
+from scaleray.config import RunConfig
+from scaleray.config.parallel import Degrees
+from scaleray.errors import UsageError
+from scaleray.parallel.context import Context, sequences_shared
+from scaleray.strategies.fsdp import experts_of
+from scaleray.strategies.pipeline.parts import cut
+from scaleray.strategies.tensor import plan_of, refuse_uneven_cuts
+from scaleray.training.flop_counter import CPU, without_values
+from scaleray.training.setup import fine_tuning
+from scaleray.training.setup.weighted_losses import summed_loss
+from scaleray.training.step.micro_batches import user_batch
+from scaleray.workload import built_model
+
+
+def check_layout(
+    workload: Any, config: RunConfig, degrees: Degrees, rows: Mapping[str, Any], *, gives_tuples: bool = False
+) -> None:
+    """Raise UsageError for a model without blocks, plan or experts, or with a number of them, of heads or of tokens
+    that a degree does not divide. rows: a few of the training data; without any the loss is not computed. Changes no
+    random numbers."""
+    with same_random_numbers(CPU):
+        try:
+            _check(workload, config, degrees, rows, gives_tuples=gives_tuples)
+        except UsageError as exc:
+            if exc.__cause__ is None:  # else of the user's code, which may need values
+                raise
+        except (Exception, SystemExit):
+            return
+
+
+def _check(workload: Any, config: RunConfig, degrees: Degrees, rows: Mapping[str, Any], *, gives_tuples: bool) -> None:
+    with torch.device("meta"):
+        model = built_model(workload)
+        fine_tuning.adapt(model, config.fine_tuning)
+    if degrees.pipeline > 1:
+        cut(model, config, workload, degrees.pipeline)
+    if degrees.expert > 1:
+        experts_of(model, degrees.expert)
+    if degrees.tensor > 1:
+        plan = plan_of(model, config, workload, size=degrees.tensor)
+        refuse_uneven_cuts(model, plan, size=degrees.tensor)
+    if not rows or degrees.context == degrees.tensor == 1:
+        return
+    with FakeTensorMode(allow_non_fake_inputs=True), contextlib.ExitStack() as stack:
+        without_values(model)
+        if degrees.context > 1:
+            shared = Context(config.context.exchange, degrees.context, heads_on=degrees.tensor)
+            stack.enter_context(sequences_shared(model, shared))
+        summed_loss(workload, model, user_batch(workload, dict(rows), CPU, None, gives_tuples=gives_tuples))
