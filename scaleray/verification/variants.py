@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 
 from scaleray.common.fingerprint import hardware
 from scaleray.data import Sources
@@ -119,12 +120,17 @@ class _Group:
             self.outcomes: list[Outcome] = []
             if self.place.rank == 0:
                 self.tell(None)
-            for variant in self.assignment.variants:
-                self.outcomes.append(self._outcome(variant))
-                if self.place.rank == 0:
-                    self.runs.forget(variant)
-                    self.tell(self.outcomes[-1])
+            for _, alike in groupby(self.assignment.variants, lambda variant: (variant.strategy, variant.job.degrees)):
+                with self.runs.same_groups():
+                    for variant in alike:
+                        self._judge(variant)
         return self.outcomes, self.runs.references
+
+    def _judge(self, variant: Variant) -> None:
+        self.outcomes.append(self._outcome(variant))
+        if self.place.rank == 0:
+            self.runs.forget(variant)
+            self.tell(self.outcomes[-1])
 
     def _choose_quiet(self) -> tuple[str, bool]:
         """Return the parts to disable so that several workers can repeat one process, and whether the model takes
@@ -168,6 +174,7 @@ class _Group:
         except (UsageError, InitialisationError, NonFiniteLossError, CheckpointError) as exc:
             if not self.failures.is_shared():
                 raise  # the others are in a collective, which ends with this process's part in it
+            self.runs.leave_groups()  # a message of the failed training may still be under way in them
             if isinstance(exc, UsageError) and not any(p.has_begun for p in probes):  # the workload is refused
                 return dataclasses.replace(outcome, verdict="refused", words=" ".join(str(exc).split()))
             before = on_first(self.place, lambda: self._before_failure(variant, key, guarantee, probes))

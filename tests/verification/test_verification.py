@@ -12,9 +12,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from small_runs import NUM_CLASSES, NUM_FEATURES, Classify, TiedAndFrozen, Tokens, WithBatchNorm, WithDropout
 from torch import nn
-from verified import broken_strategy, every_rank_reads_the_same, found, judge, judge_with, knows_who_trains, many
+from verified import (
+    broken_strategy,
+    every_rank_reads_the_same,
+    found,
+    judge,
+    judge_all,
+    judge_with,
+    knows_who_trains,
+    many,
+)
 
 from scaleray.strategies import STRATEGIES, Parallel
+from scaleray.training.setup import model_setup
 from scaleray.verification import variants as verification
 from scaleray.verification.variants import Guarantee
 
@@ -214,12 +224,15 @@ def test_a_warm_up_that_is_not_ddp_is_found_in_its_first_step(gloo):
     assert found(outcome)[1] == 1
 
 
-def groups_left(place):
-    """Number of process groups after a variant."""
-    assert judge(place, Classify(), {"strategy.name": "pipeline"}, 2, resumes=True).verdict == "equal"
-    return len(dist.distributed_c10d._world.pg_map)
+def groups_made(place, strategy):
+    """(number of meshes that the trainings of two variants made, number of process groups after them)"""
+    with mock.patch.object(model_setup, "build_mesh", wraps=model_setup.build_mesh) as made:
+        outcomes = judge_all(place, Classify(), {"strategy.name": strategy}, (1, 2), resumes=True)
+    assert [outcome.verdict for outcome in outcomes] == ["equal"] * 2
+    return made.call_count, len(dist.distributed_c10d._world.pg_map)
 
 
-@pytest.mark.combination
-def test_a_variant_leaves_no_process_groups_whose_files_would_add_up(gloo):
-    assert gloo.run(2, groups_left) == [1, 1]
+@pytest.mark.each_value
+@pytest.mark.parametrize("strategy", ["pipeline", "fsdp", "tensor"])
+def test_variants_of_one_layout_share_a_mesh_and_leave_no_process_groups_whose_files_would_add_up(gloo, strategy):
+    assert gloo.run(2, groups_made, strategy) == [(1, 1), (1, 1)]

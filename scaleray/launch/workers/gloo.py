@@ -198,6 +198,8 @@ def _serve(rank: int, meeting: StorePlace, user_code: bytes, pipe: Connection, e
         try:
             known = {"workload": code.load(), "tell": Teller(pipe)}
             function, args = _Unpickler(io.BytesIO(content), known).load()
+            if not gc.get_freeze_count():
+                gc.freeze()  # imported modules stay: a collection after each training need not visit them
             if world_size > 1:
                 store = dist.PrefixStore(f"group {number}", open_store(meeting))
                 dist.init_process_group(

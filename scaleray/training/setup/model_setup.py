@@ -6,14 +6,13 @@ import contextlib
 import dataclasses
 import random
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -105,6 +104,30 @@ class RateScale:
         self.factor, self.due = state["factor"], [(int(step), factor) for step, factor in state["due"]]
 
 
+_meshes: dict[tuple[Any, ...], DeviceMesh] | None = None
+
+
+@contextlib.contextmanager
+def meshes_kept() -> Iterator[Callable[[], None]]:
+    """Context in which trainings of the same degrees share a mesh, with its process groups and DTensor's plans for it.
+    Yields a function that forgets it, after which the next training makes another."""
+    global _meshes
+    before, _meshes = _meshes, {}
+    try:
+        yield _meshes.clear
+    finally:
+        _meshes = before
+
+
+def _kept(make: Callable[..., DeviceMesh], *args: Any) -> DeviceMesh:
+    """The mesh that `make` makes, or has made for the same arguments if meshes are kept."""
+    if _meshes is None:
+        return make(*args)
+    if (make, args) not in _meshes:
+        _meshes[make, args] = make(*args)
+    return _meshes[make, args]
+
+
 def build_mesh(degrees: Degrees, strategy: str, device_type: str) -> DeviceMesh:
     """The mesh of all workers. Collective. Axes from the outside in: `pp` for pipeline; `dp` for workers with samples
     or tokens of their own, or `replicate` and `shard` if both are above 1, with `dp` over them; `tp` for tensor. The
@@ -134,10 +157,10 @@ def build_mesh(degrees: Degrees, strategy: str, device_type: str) -> DeviceMesh:
     return mesh
 
 
-def _context_group(degrees: Degrees, device_type: str) -> dist.ProcessGroup:
-    """The group of the workers that share this worker's sequences. Collective."""
+def _context_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
+    """The mesh whose axis `context` has the workers that share a worker's sequences. Collective."""
     sizes = degrees.workers // (degrees.context * degrees.tensor), degrees.context, degrees.tensor
-    return init_device_mesh(device_type, sizes, mesh_dim_names=("others", "context", "tensor")).get_group("context")
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("others", "context", "tensor"))
 
 
 def _with_exchanges(parallel: Parallel, shared: Context, *, sees_all: bool) -> Parallel:
@@ -305,10 +328,10 @@ def _spread_model(
         compilation = undo.enter_context(compiled(model, config, workload))
         # before each rank cuts its part out of its own model: afterwards nobody could tell
         digests = _check_equal_before_sharding(model, pages, config, recipe, place)
-        mesh = build_mesh(place.mesh, recipe.strategy, place.device.type) if place.group else None
+        mesh = _kept(build_mesh, place.mesh, recipe.strategy, place.device.type) if place.group else None
         shared = None
         if place.mesh.context > 1:
-            group = _context_group(place.mesh, place.device.type)
+            group = _kept(_context_mesh, place.mesh, place.device.type).get_group("context")
             shared = Context.over(group, config.context.exchange)
             undo.enter_context(sequences_shared(model, shared))
         parallel = STRATEGIES[recipe.strategy](model, mesh, _with_fixed_buckets(config), workload)

@@ -25,7 +25,7 @@ from scaleray.data import TRAIN, Sources, Split
 from scaleray.records.certificate import Outcome
 from scaleray.training import loop
 from scaleray.training.setup.job import TrainJob
-from scaleray.training.setup.model_setup import Setup
+from scaleray.training.setup.model_setup import Setup, meshes_kept
 from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.checkpointing import Checkpointing
 from scaleray.training.state.items import PROGRESS
@@ -151,6 +151,15 @@ class Runs:
         self.resumes = True
         """Whether runs resume in the middle. False: every run is in one piece, for a training whose state cannot be
         saved."""
+
+    @contextlib.contextmanager
+    def same_groups(self) -> Iterator[None]:
+        """Context of trainings of one layout, which share its process groups. Collective."""
+        before = list(_world.pg_map)
+        with meshes_kept() as self.leave_groups:
+            yield
+        if self.place.world_size > 1:
+            _end_groups_but(before)
 
     def resumes_after(self, variant: Variant) -> int | None:
         """Number of steps before the resume; None without one."""
@@ -300,7 +309,7 @@ class Runs:
         self, job: TrainJob, place: RankContext, probe: TraceProbe, *, folder: str | None, hands_on: bool = False
     ) -> Trace:
         """Run a job. hands_on: export its final weights, as at the end of a training."""
-        before, options = list(_world.pg_map), dict[str, Any]()
+        options = dict[str, Any]()
         if hands_on:
             job = job.changed({"checkpoint.save_final": True})
             options["save_weights"] = probe.take_weights
@@ -313,13 +322,11 @@ class Runs:
                 probe.gather_weights()
         finally:
             probe.let_go()
-        if place.world_size > 1:
-            _end_groups_but(before)
         return probe.trace(loss_dtype=job.workload.loss_dtype, quieted=tuple(job.workload.found))
 
 
 def _end_groups_but(kept: Collection[dist.ProcessGroup]) -> None:
-    """Destroy the process groups that a training has made. Collective. Each has threads and open files, of which the
+    """Destroy the process groups that trainings have made. Collective. Each has threads and open files, of which the
     system allows a process 1024 by default: those of twenty layouts of 8 workers."""
     dist.barrier()  # a rank that is behind still receives over them
     for group in [group for group in _world.pg_map if group not in kept]:
