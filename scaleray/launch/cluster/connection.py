@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scaleray.common.own_folder import keep_compiled_code_here
-from scaleray.common.private_parts import FIRST_ANSWER
+from scaleray.common.private_parts import FIRST_ANSWER, SETTINGS
 from scaleray.common.progress import stage
 from scaleray.config import RunConfig
 from scaleray.errors import ClusterError, first_line
@@ -48,6 +48,8 @@ def check(address: str) -> None:
 
     try:
         _call(place, ALIVE)
+        if os.environ.get(token.MODE) == "token" and SETTINGS.is_used():
+            _send_no_needless_token(place)
     except grpc.RpcError as exc:
         if exc.code() is grpc.StatusCode.UNAUTHENTICATED:
             raise other_token(address) from exc
@@ -55,6 +57,36 @@ def check(address: str) -> None:
             tls = "with" if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true") else "without"
             said = f"something listens there, but did not answer as Ray does within {ANSWER_TIMEOUT_S:g} s"
             raise OSError(f"{said} (asked {tls} TLS, by RAY_USE_TLS)") from exc
+
+
+def _send_no_needless_token(place: str) -> None:
+    """Switch to the mode of a cluster without a token: its processes would refuse calls to one that requires a token.
+
+    Raises ClusterError if the user set the mode."""
+    global _decided_mode
+    import grpc
+
+    is_ours = _decided_mode == "token"
+    os.environ[token.MODE] = "disabled"
+    ray_settings.read_again()
+    try:
+        _call(place, ALIVE)
+    except grpc.RpcError:
+        is_required = True
+    else:
+        is_required = False
+    if is_ours and not is_required:
+        _decided_mode = "disabled"
+        return
+    os.environ[token.MODE] = "token"
+    ray_settings.read_again()
+    if not is_required:
+        raise ClusterError(
+            token.MODE,
+            "token",
+            f"the cluster at {place} was started without a token, so its workers could not reach this process",
+            f"unset {token.MODE}, or start the cluster with {token.MODE}=token",
+        )
 
 
 def _call(place: str, method: str) -> bytes:

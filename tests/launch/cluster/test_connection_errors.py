@@ -1,6 +1,7 @@
 """What a user reads where Ray cannot be reached: one message, at once."""
 
 import contextlib
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -53,6 +54,13 @@ def a_server(*handlers):
         server.stop(None).wait()
 
 
+def a_control_store(answer):
+    """The address of a server that answers the first call to Ray's control store."""
+    service, method = connection.ALIVE[1:].split("/")
+    handlers = {method: grpc.unary_unary_rpc_method_handler(answer)}
+    return a_server(grpc.method_handlers_generic_handler(service, handlers))
+
+
 def wanting_a_token(call, context):
     context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
 
@@ -70,11 +78,52 @@ def test_a_cluster_that_wants_another_token_is_one_message_at_once(monkeypatch, 
     monkeypatch.setattr(connection, "_decided_mode", None)  # the mode is the user's, whatever an earlier test decided
     monkeypatch.setenv("RAY_AUTH_MODE", mode)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
-    service, method = connection.ALIVE[1:].split("/")
-    handlers = {method: grpc.unary_unary_rpc_method_handler(wanting_a_token)}
-    with a_server(grpc.method_handlers_generic_handler(service, handlers)) as address:
+    with a_control_store(wanting_a_token) as address:
         message = refused(monkeypatch, address)
     assert f"the token is {found}" in message and address in message and len(message.splitlines()) == 2
+
+
+def answering(call, context):
+    return b""
+
+
+@pytest.fixture
+def with_a_token(monkeypatch):
+    """A user who has a token, in a process that has not decided on a mode."""
+    monkeypatch.setattr(token, "has_token", lambda: True)
+    monkeypatch.setattr(connection, "_decided_mode", None)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # put back afterwards
+    yield
+    monkeypatch.undo()
+    connection.ray_settings.read_again()
+
+
+def test_a_token_is_not_sent_to_a_cluster_that_was_started_without_one(monkeypatch, with_a_token):
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    with a_control_store(answering) as address:
+        refused(monkeypatch, address, RuntimeError("far enough"))
+    assert os.environ["RAY_AUTH_MODE"] == "disabled"
+
+
+def test_a_mode_of_the_user_that_is_not_the_clusters_is_one_message(monkeypatch, with_a_token):
+    with a_control_store(answering) as address:
+        message = refused(monkeypatch, address)
+    assert "RAY_AUTH_MODE is token" in message and "started without a token" in message
+    assert "unset RAY_AUTH_MODE" in message and os.environ["RAY_AUTH_MODE"] == "token"
+
+
+def test_a_token_is_sent_to_a_cluster_that_requires_one(monkeypatch, with_a_token):
+    monkeypatch.delenv("RAY_AUTH_MODE")
+
+    def checking(call, context):
+        if not any(key == "authorization" for key, _ in context.invocation_metadata()):
+            wanting_a_token(call, context)
+        return b""
+
+    with a_control_store(checking) as address:
+        assert "far enough" in refused(monkeypatch, address, RuntimeError("far enough"))
+    assert os.environ["RAY_AUTH_MODE"] == "token"
 
 
 def test_what_listens_and_is_not_ray_is_said_instead_of_waited_for(monkeypatch):

@@ -87,6 +87,8 @@ def connect(address, *, waits, **variables):
     """What an actor of a driver on that head finds, and the driver's process group. waits: for a worker without a
     use."""
     environment = {**os.environ, "RAY_ADDRESS": address, "RAY_AUTH_MODE": "disabled", **variables}
+    if "RAY_AUTH_TOKEN" in variables:
+        del environment["RAY_AUTH_MODE"]
     driver = subprocess.Popen(
         [sys.executable, "-c", CONNECT, "waits" if waits else ""], env=environment, stdout=subprocess.PIPE, text=True,
         start_new_session=True,
@@ -109,6 +111,12 @@ def test_workers_are_forks_that_start_before_they_are_needed_and_end_with_their_
         return False
 
     wait_until(lambda: not any(map(is_left, psutil.process_iter())), seconds=60)
+
+
+@pytest.mark.timeout(400)
+def test_a_user_with_a_token_reaches_a_head_without_one(plain_head):
+    found, _ = connect(plain_head, waits=False, RAY_AUTH_TOKEN="0" * 64)
+    assert "worker_template" in found["parent"] and found["inherits"]
 
 
 @pytest.mark.timeout(400)
