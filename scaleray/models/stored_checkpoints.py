@@ -5,6 +5,7 @@ content of its command's `--json`.
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -249,7 +250,7 @@ def chosen(path: str, step: int | None, copy_path: str | None) -> Iterator[tuple
                 f"the checkpoint of step {manifest.step}",
                 "damaged",
                 str(exc),
-                f"scaleray checkpoint verify {path} looks for copies",
+                f"scaleray checkpoint verify {shlex.quote(path)} looks for copies",
             ) from exc
 
 

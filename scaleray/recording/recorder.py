@@ -7,6 +7,7 @@ Under Ray it is an actor next to the driver; without Ray a plain object. A separ
 import contextlib
 import json
 import math
+import shlex
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -321,7 +322,7 @@ class Recorder(SignsOfLife):
                 f"write the run's record to {self.work_dir}: {problem.strerror or problem}; "
                 f"MLflow has the run as {status}",
                 "free space or repair the storage, then: scaleray train --resume "
-                f"{without_password(self.description.run_path or self.description.work_dir)}",
+                f"{shlex.quote(without_password(self.description.run_path or self.description.work_dir))}",
             ) from problem
         return self.spool.unsent_file()
 

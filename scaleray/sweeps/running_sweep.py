@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections import Counter
 from typing import Any
 
@@ -94,7 +95,7 @@ class RunningSweep(Campaign):
         if error is not None and not self._is_recorded:
             self.mlflow.finish(None, status="KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
             if isinstance(error, KeyboardInterrupt):
-                path = without_password(self.folder.path)
+                path = shlex.quote(without_password(self.folder.path))
                 self.say(f"to continue: scaleray sweep --continue {path}")
                 error.args = (MARKED_KILLED,)
         remove_scraps(self.folder.path)

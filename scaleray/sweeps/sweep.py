@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ def sweep(
                 driver_guard.guarding(
                     command="scaleray sweep",
                     folder=folder.path,
-                    hint=f"scaleray sweep --continue {folder.path}",
+                    hint=f"scaleray sweep --continue {shlex.quote(folder.path)}",
                     uri=tracking_uri,
                     experiment=config.tracking.experiment,
                     key=key_of(folder.name, asked.started_at),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import shlex
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -90,9 +91,8 @@ def lines(certificate: EqualityCertificate) -> list[str]:
     if certificate.tracking_uri.startswith("http"):
         found.append(f"MLflow:       {certificate.mlflow_link}")
     else:
-        found.append(
-            f"MLflow:       scaleray tracking ui --uri {certificate.tracking_uri}   then open {certificate.mlflow_link}"
-        )
+        uri = shlex.quote(certificate.tracking_uri)
+        found.append(f"MLflow:       scaleray tracking ui --uri {uri}   then open {certificate.mlflow_link}")
     found.append(f"certificate:  {certificate.run_dir}/certificate.json")
     return found
 

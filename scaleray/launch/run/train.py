@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -259,7 +260,7 @@ def _guarded(
     return driver_guard.guarding(
         command="scaleray train",
         folder=folder.path,
-        hint=f"scaleray train --resume {folder.path}, or the same command with --resume auto",
+        hint=f"scaleray train --resume {shlex.quote(folder.path)}, or the same command with --resume auto",
         uri=tracking_uri,
         experiment=config.tracking.experiment,
         experiment_id=request.before.about.get("experiment_id") if request.before else None,
@@ -453,7 +454,7 @@ class _Run:
         with contextlib.suppress(Exception):  # what ended the run matters more
             newest = Catalog.of_run(self.folder.path, self.config.checkpoint.copy_path).newest()
             if newest is not None:
-                command = f"scaleray train --resume {without_password(self.folder.path)}"
+                command = f"scaleray train --resume {shlex.quote(without_password(self.folder.path))}"
                 self.show([EventRecord(f"to continue after step {newest.step}: {command}", kind="hint")])
         recorder.close()
         return record, is_marked

@@ -3,6 +3,7 @@ current activity until the first step, and whenever a step takes long."""
 
 from __future__ import annotations
 
+import shlex
 import threading
 import time
 from collections.abc import Sequence
@@ -197,7 +198,8 @@ def final_lines(record: RunRecord) -> list[str]:
     speed = f" | {_short(record.samples_per_s)} samples/s" if record.samples_per_s else ""
     lines = [f"{record.verdict}: {quantity(record.steps, 'step')} in {record.total_time_s:.0f} s{speed}{metrics}"]
     if not record.tracking_uri.startswith("http"):
-        lines.append(f"MLflow:  scaleray tracking ui --uri {record.tracking_uri}   then open {record.mlflow_link}")
+        uri = shlex.quote(record.tracking_uri)
+        lines.append(f"MLflow:  scaleray tracking ui --uri {uri}   then open {record.mlflow_link}")
     else:
         lines.append(f"MLflow:  {record.mlflow_link}")
     lines.append(f"record:  {record.run_dir}/record.json")

@@ -1,6 +1,7 @@
 """A study's or a sweep's result on the terminal: the verdict, the tables, and the location of its files."""
 
 import io
+import shlex
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
@@ -60,7 +61,7 @@ def last_lines(record: StudyRecord | SweepRecord) -> list[str]:
         start = (
             ""
             if record.tracking_uri.startswith("http")
-            else f"scaleray tracking ui --uri {record.tracking_uri}   then open "
+            else f"scaleray tracking ui --uri {shlex.quote(record.tracking_uri)}   then open "
         )
         lines.append(f"MLflow:  {start}{record.mlflow_link}")
     if record.folder:

@@ -12,6 +12,7 @@ without an index is not a set of weights. No rank waits for another one's file."
 from __future__ import annotations
 
 import json
+import shlex
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -77,7 +78,8 @@ def save_weights(
         raise StorageError.problem(
             f"the share of rank {rank} of the final weights",
             f"was not written: {store.path('').rstrip('/')} rejected it: {exc or type(exc).__name__}",
-            f"free space, or repair the storage, then run: scaleray train --resume {store.path('').rstrip('/')}",
+            "free space or repair the storage, then: scaleray train --resume "
+            f"{shlex.quote(store.path('').rstrip('/'))}",
         ) from exc
 
 
@@ -106,7 +108,7 @@ def complete(run_path: str, name: str = FINAL_WEIGHTS) -> dict[str, StoredFile]:
                 folder.path(file),
                 "missing or torn" if found is None else f"incomplete, with {len(found)} tensors",
                 f"it should have {len(expected)} tensors, as every worker has ended",
-                f"scaleray train --resume {store.path('').rstrip('/')}",
+                f"scaleray train --resume {shlex.quote(store.path('').rstrip('/'))}",
             )
     folder.write_text(INDEX, json.dumps(index, indent=2))
     for file in folder.names():

@@ -16,13 +16,13 @@ from scaleray.records.text.headlines import study_headline, sweep_headline
 
 def test_the_terminal_shows_the_same_table_and_verdict_and_where_everything_is():
     record = dataclasses.replace(
-        study_examples.study(marks=("oversubscribed",)), mlflow_link="http://x/#/y", tracking_uri="sqlite:///a.db"
+        study_examples.study(marks=("oversubscribed",)), mlflow_link="http://x/#/y", tracking_uri="sqlite:///a b.db"
     )
     text = printed(record)
     assert "oversubscribed" in text and study_headline(record) in text
     assert "39.7 ms" in text and "(5.87–6.23)" in text
     assert text.splitlines()[-3:] == [
-        "MLflow:  scaleray tracking ui --uri sqlite:///a.db   then open http://x/#/y",
+        "MLflow:  scaleray tracking ui --uri 'sqlite:///a b.db'   then open http://x/#/y",
         "report:  runs/digits-study/report.html",
         "record:  runs/digits-study/record.json",
     ]
