@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +29,8 @@ BAR_S = 5.0
 """Seconds after which a stage of known length gets a bar on a terminal."""
 BAR_WIDTH, LEAST_BAR_WIDTH, BESIDE_BAR = 24, 6, 5
 """Columns of a bar, fewer or none if the line is too short; and those of spinner and gaps."""
+LONGEST_WORD = 40
+"""Characters above which a word is part of a path or an address."""
 
 
 class StageDisplay:
@@ -63,9 +66,18 @@ class StageDisplay:
         self._context.close()
 
     def say(self, text: str) -> None:
-        """Print a line unchanged."""
+        """Print a line, on a terminal broken between words."""
         self._spoke_at = time.monotonic()
-        self.console.print(inert(text), highlight=False, markup=False, soft_wrap=True)
+        shown = "\n".join(self._fitted(line) for line in inert(text).split("\n"))
+        self.console.print(shown, highlight=False, markup=False, soft_wrap=True)
+
+    def _fitted(self, line: str) -> str:
+        """The line in the terminal's width; commands, paths and addresses stay in one piece, to be copied."""
+        is_copied = "scaleray " in line or any(len(word) > LONGEST_WORD for word in line.split())
+        if not self.console.is_terminal or is_copied or not line.strip():
+            return line
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        return textwrap.fill(line, self.console.width, subsequent_indent=indent, break_long_words=False)
 
     def begin(self, stage: Stage) -> None:
         """Show a stage that has begun."""

@@ -216,3 +216,19 @@ def test_the_table_that_stays_at_the_end_has_the_metrics_of_the_last_evaluation(
     terminal.show([EvaluationRecord(11, {"val/accuracy": 0.75}, 9.0)])
     terminal.console.print(terminal._shown)
     assert "0.75" in printed(terminal) and "0.25" not in printed(terminal)
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("  order: a permutation of each epoch", "  order: a permutation of\n    each epoch\n"),
+        ("to continue: scaleray train --resume a-run", "to continue: scaleray train --resume a-run\n"),
+        (f"record:  /home/{'a' * 50}/record.json", f"record:  /home/{'a' * 50}/record.json\n"),
+        ("", "\n"),
+    ],
+)
+def test_a_terminal_breaks_lines_between_words_and_keeps_what_is_copied(line, shown):
+    terminal, pipe = display(is_terminal=True, width=26), display(width=26)
+    for each in (terminal, pipe):
+        each.say(line)
+    assert printed(terminal) == shown and printed(pipe) == f"{line}\n"
