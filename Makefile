@@ -20,6 +20,7 @@ WITHOUT_RAY := $(BIN)/python -m pytest -m 'not ray and not gpu and not slow'
 .DEFAULT_GOAL := test
 
 $(INSTALLED): pyproject.toml constraints.txt
+	@echo "installing torch, Ray, MLflow and the tools of the tests into $(VENV): a few minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@

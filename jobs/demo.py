@@ -1,7 +1,7 @@
-"""The first path through scaleray: a Ray head of its own, two submitted trainings and a scaling study, and one table.
+"""The first path through scaleray: a Ray head of its own, two submitted trainings, a proof, a scaling study, and one table.
 
-Run by `make demo`. Digits on 1 and on 2 workers at the same global batch train the same, and gain nothing: a step is too
-short. A study of the byte-level language model, with a step of most of a second, shows what two workers give.
+Run by `make demo`. Digits on 1 and on 2 workers at the same global batch train the same, which `verify` proves in
+float64, and gain nothing: a step is too short. A study of the byte-level language model, with a step of most of a second, shows what two workers give.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from scaleray.common.guarded import ending_like_ctrl_c, guarded
 from scaleray.common.printed import quantity
 from scaleray.launch.cluster.head import Head, local_head
 from scaleray.recording.saved_views import trainings_link
+from scaleray.records.certificate import EqualityCertificate
 from scaleray.records.run_record import RunRecord
 from scaleray.records.study_record import Point, StudyRecord
+from scaleray.records.text.headlines import study_headline
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".demo"
@@ -34,6 +36,7 @@ STUDY = (
     "--force",  # the demo measures, whatever an earlier one has found
     "--oversubscribe",  # on a machine with one core, whose figures are then marked
 )  # fmt: skip
+PROOF = ("verify", "-c", "jobs/digits.yaml", "--world-sizes", "1,2", "--steps", "5", "--local")
 CPUS = 3  # two workers, and one for the input tasks
 
 
@@ -50,6 +53,7 @@ JOBS = (
     Job("digits", "jobs/digits.yaml", ("--scale.workers", "1")),
     Job("digits", "jobs/digits.yaml", ("--scale.workers", "2")),
 )
+NUM_JOBS = len(JOBS) + 2  # with the proof and the study
 
 
 def main() -> int:
@@ -67,14 +71,19 @@ def main() -> int:
             if not submit(words, name, head):
                 return 1
             records.append(RunRecord.read(FOLDER / "runs" / name / "record.json"))
+        proof = f"verify-{stamp}"
+        announce(console, len(JOBS) + 1, "the proof that 2 workers train what 1 does", PROOF)
+        if not submit(PROOF, proof, head):
+            return 1
         name = f"study-{stamp}"
-        announce(console, len(JOBS) + 1, "how a language model of 1.1 million parameters scales", STUDY)
+        announce(console, NUM_JOBS, "how a language model of 1.1 million parameters scales", STUDY)
         if not submit(STUDY, name, head):
             return 1
         console.print("\nstopping the Ray head ...")
+    certificate = EqualityCertificate.read(FOLDER / "runs" / proof / "certificate.json")
     study = StudyRecord.read(FOLDER / "runs" / name / "record.json")
     console.print(table(records, study))
-    for line in (*lessons(records, study), *places(records, study)):
+    for line in (*lessons(records, certificate, study), *places(records, study)):
         console.print(line, markup=False, soft_wrap=True)
     console.print(f"demo took {time.monotonic() - started:.0f} s")
     return 0
@@ -82,7 +91,7 @@ def main() -> int:
 
 def announce(console: Console, number: int, title: str, words: tuple[str, ...]) -> None:
     """Say which of the jobs begins."""
-    line = f"\n[{number}/{len(JOBS) + 1}] {title}: ray job submit ... scaleray {' '.join(words)}"
+    line = f"\n[{number}/{NUM_JOBS}] {title}: ray job submit ... scaleray {' '.join(words)}"
     console.print(line, markup=False, soft_wrap=True)
 
 
@@ -154,8 +163,8 @@ def table(records: list[RunRecord], study: StudyRecord) -> Table:
     return result
 
 
-def lessons(records: list[RunRecord], study: StudyRecord) -> list[str]:
-    """What the table shows, and the proof that two workers train what one does."""
+def lessons(records: list[RunRecord], certificate: EqualityCertificate, study: StudyRecord) -> list[str]:
+    """The proof that two workers train what one does, and what the table shows."""
     digits_s = (records[0].step_time_s or 0.0) * 1000
     alone, both = (point.step_time_s.value for point in _points(study))
     gain = alone / both
@@ -168,9 +177,10 @@ def lessons(records: list[RunRecord], study: StudyRecord) -> list[str]:
         "ms is long enough to gain: other work took the cores, or there is one core. Repeat it on a quiet machine"
     )
     return [
-        f"1. The same training: {equality(records[0], records[1])}",
+        f"1. Proved in float64: {certificate.verdict}",
+        f"   {equality(records[0], records[1])}",
         f"2. {pays if gain > 1 else busy}",
-        *(f"   study: {sentence}" for sentence in study.words),
+        f"   study: {study_headline(study)}",
     ]
 
 
@@ -197,9 +207,8 @@ def equality(one: RunRecord, two: RunRecord) -> str:
     differences = [abs(a - b) for a, b in zip(first, second, strict=True)]
     worst = max(range(len(differences)), key=differences.__getitem__)
     return (
-        f"digits on 1 and 2 workers, largest difference of the loss over {len(first)} steps is {differences[worst]:.2e} "
-        f"(step {worst + 1}, loss {first[worst]:.4f}): rounding of fp32, which grows with the steps. "
-        "The proof in float64: scaleray verify -c jobs/digits.yaml --local"
+        f"the two digits runs, in fp32: the largest difference of the loss over {len(first)} steps is "
+        f"{differences[worst]:.2e} (step {worst + 1}, loss {first[worst]:.4f}), as rounding grows with the steps"
     )
 
 
