@@ -57,8 +57,7 @@ def refusal(points: list[CurvePoint], workers_per_node: int | None) -> str:
         return f"{span}, too little to predict another"
     if workers_per_node is not None and last.workers <= workers_per_node < 2 * last.workers:
         more = 2 * last.workers
-        why = "points on one node do not show the network between nodes"
-        return f"{more} workers would be the first to leave a node, and {why}: measure {more}"
+        return f"{more} workers would be the first to leave a node, whose network was not measured (measure {more})"
     return ""
 
 
