@@ -1,6 +1,8 @@
 """Data parallel training: every rank holds the model, gradients are averaged in buckets during the backward pass."""
 
+import contextlib
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +24,36 @@ from scaleray.strategies.traffic.bucket_arrivals import BucketArrivals
 
 BROADCAST_BYTES = 250 * 2**20
 """Bytes of buffers that DDP broadcasts at a time; see `broadcast_bucket_size` of DistributedDataParallel."""
+
+
+def looking_for_unused(config: RunConfig) -> RunConfig:
+    """The config with a search for unused parameters that scaleray needs, without torch's advice to turn it off."""
+    if dist.is_initialized():
+        with contextlib.suppress(Exception):  # another release of torch: the advice is shown
+            _take_advice()
+    return config.changed({"strategy.find_unused_parameters": True, "strategy.static_graph": False})
+
+
+def _take_advice() -> None:
+    """Let torch give its advice on unused parameters now, which it does once in a process."""
+    parameter = torch.zeros(1, requires_grad=True)
+    assert dist.group.WORLD is not None
+    reducer = dist.Reducer(
+        [parameter], [[0]], [1024], dist.group.WORLD, [False], 1024, True, False, {0: "parameter"}, 1024
+    )
+    output = parameter * 1
+
+    class Catcher(torch.autograd.Function):
+        """Context of a warning of torch's C++ code that becomes one of Python; elsewhere it goes to stderr."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            reducer.prepare_for_backward([output])
+            return x.clone()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+        Catcher.apply(torch.zeros(1))
 
 
 def rows(

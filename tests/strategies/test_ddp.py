@@ -1,5 +1,8 @@
 """What is DDP's own: how often it communicates, its options, and models of which some parameters are not used."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from small_runs import Classify, make_job, relative_differences, train, train_in_plain_torch
@@ -57,6 +60,30 @@ def test_no_option_changes_the_training(gloo, options):
     finished = gloo.run(2, train, Classify(), flags)[0]
     plain = train_in_plain_torch(Classify(), flags)
     assert max(relative_differences(plain.losses, finished.losses)) <= 1e-9
+
+
+ADVICE = """
+import sys
+import torch
+from torch import distributed as dist
+from scaleray.config import load_config
+from scaleray.strategies.ddp import looking_for_unused
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+values = {"workload.name": "m:W", "batch.global_size": 8, "optimizer.learning_rate": 0.1, "stop.after": "1 epoch"}
+if sys.argv[1] == "ours":
+    assert looking_for_unused(load_config(flags=values, environ={})).strategy.find_unused_parameters
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), find_unused_parameters=True)
+model(torch.ones(1, 2)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("whose", ["ours", "the user's"])
+def test_torch_advises_on_a_search_for_unused_parameters_unless_it_is_ours(whose):
+    done = subprocess.run(
+        [sys.executable, "-c", ADVICE, whose], capture_output=True, text=True, check=True, timeout=100
+    )
+    assert ("find_unused_parameters=True was specified" in done.stderr) == (whose != "ours")
 
 
 class UsesOneHead(nn.Module):

@@ -39,6 +39,7 @@ from scaleray.parallel.context import Context, sequences_shared
 from scaleray.profiling.collectives import ALL_TO_ALL, SEND
 from scaleray.records.phases import Enter
 from scaleray.strategies import STRATEGIES, Parallel
+from scaleray.strategies.ddp import looking_for_unused
 from scaleray.strategies.sharding.paged_build import PagedBuild
 from scaleray.strategies.traffic.ledger import Ledger
 from scaleray.training.setup import activation_checkpointing, fine_tuning, float8, optimizers, precision, pruning
@@ -412,7 +413,7 @@ def _with_fixed_buckets(config: RunConfig) -> RunConfig:
         return config
     # DDP lays its buckets out anew after the first step, which changes the order of its sums: a resumed run would start
     # with the first layout again. It does not do so while it looks for unused parameters.
-    return config.changed({"strategy.find_unused_parameters": True, "strategy.static_graph": False})
+    return looking_for_unused(config)
 
 
 def _differs_between_ranks(parallel: Parallel) -> bool:

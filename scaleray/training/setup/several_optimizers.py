@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from scaleray.config import RunConfig
 from scaleray.config.strategy_traits import TRAITS, traits_of
 from scaleray.errors import ConfigError, WorkloadError
+from scaleray.strategies.ddp import looking_for_unused
 from scaleray.training.setup.weighted_losses import losses_of
 
 
@@ -173,4 +174,4 @@ def config_for(losses: Collection[str] | None, config: RunConfig, strategy: str)
             value = getattr(getattr(config, section), name)
             raise ConfigError(key, value, f"{why}, and {reason}", f"leave {key} out")
     # a loss leaves the parameters of others' optimizers without a gradient
-    return config.changed({"strategy.find_unused_parameters": True, "strategy.static_graph": False})
+    return looking_for_unused(config)
