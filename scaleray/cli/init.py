@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from typing import Annotated, Any
 
@@ -59,9 +60,9 @@ def init(
     about, config = KINDS[kind], files[1]
     if about.extra is not None:
         print(f"it needs:  {install_command(about.extra)}")
-    print(f"check:     scaleray check -c {config}")
-    print(f"train:     scaleray train -c {config}")
-    print(f"test:      python -m pytest {files[2]}")
+    print(f"check:     scaleray check -c {shlex.quote(str(config))}")
+    print(f"train:     scaleray train -c {shlex.quote(str(config))}")
+    print(f"test:      python -m pytest {shlex.quote(str(files[2]))}")
     return 0
 
 
@@ -95,14 +96,12 @@ def _asked() -> tuple[str, str | None, str | None, int, str]:
     for number, (kind, about) in enumerate(KINDS.items(), start=1):
         print(f"  {number}  {kind:<10} {about.words}")
     kinds = {**{str(number): kind for number, kind in enumerate(KINDS, start=1)}, **{kind: kind for kind in KINDS}}
-    kind = ""
-    while kind not in kinds:
-        kind = input("1/5  What do you bring? [1] ").strip().lower() or "1"
+    while (kind := input("1/5  What do you bring? [1] ").strip().lower() or "1") not in kinds:
+        print(f"     Enter a number from 1 to {len(KINDS)}, or a name of the list.")
     kind = kinds[kind]
     name = input(f"2/5  Name of the files? [{KINDS[kind].file}] ").strip() or None
     data = input("3/5  Where is your data? [sample data] ").strip() or None
-    workers = ""
-    while not (workers.isdecimal() and int(workers)):
-        workers = input("4/5  How many workers? [1] ").strip() or "1"
+    while not ((workers := input("4/5  How many workers? [1] ").strip() or "1").isdecimal() and int(workers)):
+        print("     Enter a number from 1.")
     out = input("5/5  Into which folder? [.] ").strip() or "."
     return kind, name, data, int(workers), out

@@ -62,9 +62,11 @@ def test_every_config_is_read_and_every_workload_compiles(kind, tmp_path):
 
 
 def test_the_command_says_what_to_do_next_and_overwrites_nothing(tmp_path, capsys):
+    tmp_path /= "my projects"
     words = ["init", "--from", "lightning", "--out", str(tmp_path), "--name", "mine_alone"]
     assert run_command(words) == 0
     out = capsys.readouterr().out
+    assert f"scaleray check -c '{tmp_path}/mine_alone.yaml'" in out
     assert f"wrote {tmp_path}/mine_alone.py" in out and "[lightning]'" in out
     (tmp_path / "mine_alone.py").write_text("my own")
     (tmp_path / "mine_alone.yaml").unlink()
@@ -81,6 +83,7 @@ def test_five_questions_are_asked_on_a_terminal(tmp_path, monkeypatch, capsys):
     assert load_config(tmp_path / "my_text.yaml", environ={}).scale.workers == 3
     asked = capsys.readouterr().out
     assert [number for number in range(1, 6) if f"{number}/5" not in asked] == [] and asked.count("1/5") == 2
+    assert "Enter a number from 1 to 5, or a name of the list." in asked and "Enter a number from 1.\n" in asked
 
 
 @pytest.mark.parametrize(
