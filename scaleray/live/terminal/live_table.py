@@ -196,7 +196,7 @@ def final_lines(record: RunRecord) -> list[str]:
     """The verdict, the address in MLflow, and the path of the record."""
     metrics = "".join(f" | {name} {value:.4g}" for name, value in sorted(record.metrics.items()))
     speed = f" | {_short(record.samples_per_s)} samples/s" if record.samples_per_s else ""
-    lines = [f"{record.verdict}: {quantity(record.steps, 'step')} in {record.total_time_s:.0f} s{speed}{metrics}"]
+    lines = [f"{record.verdict}: {quantity(record.steps, 'step')}, {record.total_time_s:.0f} s in all{speed}{metrics}"]
     if not record.tracking_uri.startswith("http"):
         uri = shlex.quote(record.tracking_uri)
         lines.append(f"MLflow:  scaleray tracking ui --uri {uri}   then open {record.mlflow_link}")
