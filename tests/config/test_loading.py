@@ -346,7 +346,7 @@ CHANGES = {
     "deterministic": True, "on_nonfinite": "skip", "workload.weights": "x", "scale.on_resize": "rescale", "scale.resize_interval_s": 1,
     "checkpoint.every": "5 steps", "checkpoint.every_minutes": 1, "checkpoint.is_asynchronous": False, "checkpoint.keep_last": 3,
     "checkpoint.keep_best": 3, "checkpoint.best": "val/loss min", "checkpoint.keep_every": "9 steps", "checkpoint.full_every": 1,
-    "checkpoint.grace_s": 1, "checkpoint.memory": {"copies": 3},
+    "checkpoint.grace_s": 1, "checkpoint.memory": {"copies": 3}, "recovery.on_loss": "shrink",
     "optimizer.trust_coefficient": 0.1, "optimizer.adapt_vectors": True,
     "pruning.method": "magnitude", "pruning.sparsity": 0.7, "pruning.start_step": 3, "pruning.end_step": 50, "pruning.every_steps": 7,
     "pruning.exclude": ["head"], "fine_tuning.lora_rank": 4, "fine_tuning.lora_alpha": 8.0, "fine_tuning.lora_layers": ["output"],

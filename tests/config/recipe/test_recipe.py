@@ -343,6 +343,19 @@ def test_spares_need_copies_of_the_whole_state(flags, reason):
     assert str(error).startswith("recovery.spares is 1: ") and reason in str(error)
 
 
+def test_a_group_may_shrink_if_its_results_do_not_depend_on_its_size():
+    flags = {"recovery__on_loss": "shrink", "scale__workers": 4}
+    assert recipe(**flags).per_worker_batch_size == recipe(scale__workers=4).per_worker_batch_size
+    for more, reason in (
+        ({"strategy__name": "diloco", "checkpoint__memory": {}}, "another number of workers changes the training"),
+        ({"parallel__tensor": 2, "checkpoint__memory": {}}, "needs a fixed number of workers"),
+        ({"shares__by": "given", "shares__speeds": [1, 1, 1, 2]}, "shares.speeds would have no worker"),
+    ):
+        error = refusal(**flags, **more)
+        assert str(error).startswith("recovery.on_loss is shrink: ") and reason in str(error)
+    assert "exclude each other" in str(refusal(recovery__on_loss="restart", recovery__spares=1, scale__workers=2))
+
+
 def test_copies_in_memory_let_spares_take_parts_of_the_state():
     for flags in ({"strategy__name": "fsdp"}, {"compression__name": "powersgd"}):
         assert "--checkpoint.memory.every '1 step'" in str(refusal(scale__workers=2, recovery__spares=1, **flags))
