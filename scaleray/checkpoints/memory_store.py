@@ -7,7 +7,7 @@ import io
 import json
 import socket
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, BinaryIO
@@ -165,10 +165,12 @@ class _Link:
 
 @dataclass(frozen=True)
 class Generations(Catalog):
-    """States in the memory of several nodes: each file is in some of the stores, each manifest in all of them.
+    """States in the memory of several nodes: each file is in some of the stores. Only the newest state is kept, and the
+    one that is being written.
 
-    Only the newest state is kept, and the one that is being written."""
+    written: the stores that new states are written to, which have their manifests; by default all."""
 
+    written: Sequence[Store] = ()
     _lost: set[str] = field(default_factory=set, compare=False)
 
     def found(self) -> tuple[list[Manifest], list[Damage]]:
@@ -198,9 +200,9 @@ class Generations(Catalog):
 
     def publish(self, manifest: Manifest) -> list[str]:
         """As of a catalog; a store that is lost is reported once."""
-        problems = super().publish(manifest)
-        new = [problem for problem in problems if problem not in self._lost]
-        self._lost.update(new)
+        problems = Catalog(list(self.written) or self.stores).publish(manifest)
+        new = [problem for problem in problems if problem.partition(": ")[0] not in self._lost]
+        self._lost.update(problem.partition(": ")[0] for problem in new)
         return new
 
     def prune(

@@ -70,6 +70,8 @@ def fit(
     import ray
 
     config, max_failures = job.config, job.config.scale.max_failures
+    # Ray Train's notice waits for all workers, of which spares do not take part
+    can_be_preempted = can_be_preempted and not config.recovery.is_on
     streamed = {name: source.dataset for name, source in sources.items() if Split.of(name, source).is_streamed}  # type: ignore[attr-defined]
     with stage("preparing the launch"):
         stored = {name: ray.put(source) for name, source in sources.items() if name not in streamed}

@@ -233,7 +233,9 @@ class Member:
             frame = sys._current_frames().get(self._thread_id)
             is_inside = frame is not None and any(part in frame.f_code.co_filename for part in WAITING)
             is_idle = ended[1] and not torch.cuda.is_initialized()
-            cpu_s = time.clock_gettime(time.pthread_getcpuclockid(self._thread_id)) if is_idle else 0.0
+            cpu_s = 0.0
+            with contextlib.suppress(OSError):  # the thread has ended
+                cpu_s = time.clock_gettime(time.pthread_getcpuclockid(self._thread_id)) if is_idle else 0.0
             now = (id(frame), frame.f_lasti, cpu_s) if frame is not None and is_inside else None
             if now is None or now != position:
                 position, since = now, time.monotonic()

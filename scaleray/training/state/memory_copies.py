@@ -78,7 +78,7 @@ class MemoryCopies:
         }
         nearest = [*here, *(node for node in stores if node not in here)]
         self.homes = [stores[node] for node in here]
-        self.generations = Generations([stores[node] for node in nearest])
+        self.generations = Generations([stores[node] for node in nearest], [stores[node] for node in known])
         self.num_saved, self.is_on, self._is_reserved = 0, True, False
         self._reasons: set[str] = set()
         num_domains = len({each.domain for each in known.values()})
