@@ -95,12 +95,14 @@ class Member:
         self._socket = socket.create_connection((place.host, place.port), timeout=silent_s * 10)
         self._socket.settimeout(None)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # the connection ends if the coordinator's node does not answer
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * silent_s))
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._leaving, self._has_left = threading.Lock(), True
         self._longest_s, self._stepped_at = 0.0, math.inf
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._last_random: RandomState = {}
-        self._silent_s, self._num_sent, self._num_kept, self._has_answer = silent_s, 0, 0, threading.Condition()
+        self._num_sent, self._num_kept, self._has_answer = 0, 0, threading.Condition()
         self._send(HELLO, token=token, number=number, node=node, pid=os.getpid())
         threading.Thread(target=self._receive, name="scaleray-member", daemon=True).start()
         threading.Thread(target=self._beat, args=(silent_s / 8,), name="scaleray-member-beat", daemon=True).start()
@@ -156,8 +158,7 @@ class Member:
             self._num_sent += 1
             self._send(RANDOM, rank=rank, step=step, state=_encoded(state), number=self._num_sent)
             with self._has_answer:
-                if not self._has_answer.wait_for(self._needs_no_answer, 2 * self._silent_s):
-                    self.close()  # the coordinator cannot be reached, or counts this worker as lost
+                self._has_answer.wait_for(self._needs_no_answer)
 
     def complete(self) -> bool:
         """Report that this worker has trained to the end, and return whether all others have as well; False if one was

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 
 import pytest
 
@@ -108,12 +109,14 @@ def test_a_worker_waits_until_the_coordinator_has_its_random_state(coordinator):
         assert sorted(coordinator._random[0])[-1] == step
 
 
-def test_a_worker_that_cannot_reach_the_coordinator_is_lost_to_it(coordinator):
+def test_a_worker_waits_for_a_coordinator_that_is_stopped_and_for_none_that_is_lost(coordinator):
     torch = pytest.importorskip("torch")
-    members = {number: member(coordinator, number, silent_s=0.5) for number in range(3)}
-    first = groups_of({number: members[number] for number in range(2)})
-    members[1]._answer = lambda number=0: None  # as if its answers were on a link that is cut
-    members[1].keep_random(1, 1, {"torch": torch.arange(3)})
-    second = groups_of({0: members[0], 2: members[2]})
-    assert first[0].epoch == 1 and second[0].epoch == 2
-    assert second[2].rank == 1
+    members = {number: member(coordinator, number) for number in range(2)}
+    groups_of(members)
+    coordinator._loop.call_soon_threadsafe(time.sleep, 1.0)
+    began = time.monotonic()
+    members[0].keep_random(0, 1, {"torch": torch.tensor([1])})
+    assert 0.8 < time.monotonic() - began < 30
+    coordinator.close()
+    for step in range(2, 4):
+        members[0].keep_random(0, step, {"torch": torch.tensor([step])})
