@@ -109,6 +109,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sides", default=",".join(SIDES), help="comma between them")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no training after so many")
     parser.add_argument("--earlier", type=Path, nargs="*", default=[], help="reports whose runs belong to this one")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder for the report")
     given = parser.parse_args()
@@ -120,12 +121,15 @@ def main() -> None:
     earlier = [json.loads(file.read_text()) for file in given.earlier]
     size = Size(steps=given.steps, spares=1, silent_s=10.0, evaluation_every=None, checkpoint_every=None)
     draw = random.Random(given.seed)
+    started = time.time()
     calm: dict[str, SparedTraining] = {}
     runs: list[dict[str, Any]] = []
     for side in sides if given.kills else ():
         calm[side], found = train(side, size, 0, draw)
         harness.log(f"{side} undisturbed: steps of {found['steps_ms']:.1f} ms, load {found['load']:.1f}")
     for number, side in harness.interleaved(sides, repeats=-(-given.kills // given.a_run), seed=given.seed):
+        if time.time() - started > 60 * given.minutes:
+            break
         training, found = train(side, size, given.a_run, random.Random(f"{given.seed} {number}"))
         wrong = differences(calm[side], training)
         run = {"side": side, "seed": given.seed, "round": number, **found, "equal": not wrong, "differences": wrong}

@@ -74,6 +74,8 @@ class Report:
 
     seed: int
     faults: list[StepFault] = field(default_factory=list)
+    stuck: list[str] = field(default_factory=list)
+    """Stacks of workers that gloo kept in a broken group, and that ended therefore."""
     wall_s: float = 0.0
     busy_s: float = 0.0
 
@@ -85,7 +87,12 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         facts = {"seed": self.seed, "wall_s": self.wall_s, "cpu_s_of_the_machine": self.busy_s}
-        return {**facts, "load": os.getloadavg(), "faults": [asdict(fault) for fault in self.faults]}
+        return {
+            **facts,
+            "load": os.getloadavg(),
+            "stuck": len(self.stuck),
+            "faults": [asdict(fault) for fault in self.faults],
+        }
 
     def rows(self) -> list[list[str]]:
         """For each kind: its faults, those without consequence, and how long training stood still."""
@@ -158,9 +165,11 @@ def strike(fault: StepFault, training: SparedTraining) -> tuple[float, float] | 
     return at, time.time()
 
 
-def suffer(faults: Sequence[StepFault], size: Size, links: Links | None, calm: SparedTraining) -> list[StepFault]:
-    """One training with some faults, one after another, and what became of each. The folder stays if a worker was
-    stuck, or anything is wrong."""
+def suffer(
+    faults: Sequence[StepFault], size: Size, links: Links | None, calm: SparedTraining
+) -> tuple[list[StepFault], list[str]]:
+    """One training with some faults, one after another, what became of each, and stacks of workers that could not leave
+    a group. The folder stays if there are any, or if anything is wrong."""
     done: list[StepFault] = []
     struck: list[tuple[float, float]] = []
     folder = Path(tempfile.mkdtemp(prefix="scaleray-step-faults-"))
@@ -181,16 +190,17 @@ def suffer(faults: Sequence[StepFault], size: Size, links: Links | None, calm: S
         problem = str(exc)
     finally:
         training.close()
-    if problem or training.stuck:
+    stuck = [str(file) for file in folder.glob("stuck-*.txt")]
+    if problem:
         problem += f" (see {folder})"
-    else:
+    elif not stuck:
         shutil.rmtree(folder, ignore_errors=True)
     ends = [at for at, _ in struck[1:]] + [float("inf")]
     result = []
     for fault, (at, over), until in zip(done, struck, ends, strict=True):
         still = None if fault.kind in LAST else training.still_s(at, min(until, over + 20.0))
         result.append(replace(fault, still_s=still, problem=problem))
-    return result
+    return result, stuck
 
 
 def run_step_faults(
@@ -205,19 +215,24 @@ def run_step_faults(
         kinds = [kind for kind in kinds if kind not in CUTS]
     links = Links() if any(kind in CUTS for kind in kinds) else None
     size = Size(links=links is not None, timeout_s=LINK_TIMEOUT_S if links else 60.0)
-    calm = SparedTraining(size, Path(tempfile.mkdtemp(prefix="scaleray-step-faults-")), links)
+    folder = Path(tempfile.mkdtemp(prefix="scaleray-step-faults-"))
+    calm = SparedTraining(size, folder, links)
     try:
         calm.wait_for(lambda: calm.is_over, "step")
     finally:
         calm.close()
+        shutil.rmtree(folder, ignore_errors=True)
     say(f"undisturbed: {size.steps} steps of {1000 * calm.step_s:.0f} ms, load {os.getloadavg()[0]:.1f}")
     waiting = [drawn(number, seed, kinds, size.ranks) for number in only or range(num_faults)]
     while waiting and time.time() - started < 60 * minutes:
         faults = _dealt(waiting, 1 if only else A_TRAINING)
-        found = suffer(faults, size, links, calm)
+        found, stuck = suffer(faults, size, links, calm)
         report.faults += found
+        report.stuck += stuck
         done = {fault.number for fault in found}
         waiting = [fault for fault in waiting if fault.number not in done]
+        for file in stuck:
+            say(f"a worker could not leave its group: {file}")
         for fault in found:
             still = "" if fault.still_s is None else f", stood still for {fault.still_s:.2f} s"
             say(
