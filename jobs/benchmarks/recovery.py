@@ -32,12 +32,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], *filter(None, [os.env
 
 from fault_suite.members import Size  # noqa: E402
 from fault_suite.spared import SparedTraining, differences  # noqa: E402
+from fault_suite.step_faults import LAST_STEPS  # noqa: E402
 from sides.with_torchft import HEARTBEAT_MS, JOIN_MS, Replicas  # noqa: E402
 
 SIDES = {"scaleray": SparedTraining, "torchft": Replicas}
 RULES = """\
 {ranks} gloo processes of one thread each, 0.6 million parameters, dropout and BatchNorm; {steps} steps a training, SIGKILL to a
-random worker at a random moment, {a_run} times, each when the side is whole again. scaleray has one spare; torchft starts the
+random worker at a random moment, up to {a_run} times, each when the side is whole again. scaleray has one spare; torchft starts the
 killed replica again at once. New processes of both sides are forked with torch loaded. torchft: join timeout {join} ms,
 heartbeat limit {heartbeat} ms. Seeds {seeds}.
 
@@ -60,8 +61,10 @@ def train(side: str, size: Size, kills: int, draw: random.Random) -> tuple[Spare
         try:
             for _ in range(kills):
                 due = training.newest + draw.randint(3, 25)
-                training.wait_for(lambda due=due: training.newest >= due and training.is_whole, "whole group")
+                training.wait_for(lambda due=due: training.is_over or is_ready(training, due), "whole group")
                 training.pause(draw.uniform(0.0, 0.1))
+                if training.newest > size.steps - LAST_STEPS:
+                    break
                 victim = training.members[draw.randrange(size.ranks)]
                 killed.append(training.signal(victim, signal.SIGKILL))
                 training.wait_for(lambda v=victim: v not in training.running, "end of the victim")
@@ -88,6 +91,11 @@ def train(side: str, size: Size, kills: int, draw: random.Random) -> tuple[Spare
     }
 
 
+def is_ready(training: SparedTraining, due: int) -> bool:
+    """Whether a side is whole again, after a step."""
+    return training.newest >= due and training.is_whole
+
+
 def summary(side: str, runs: Sequence[dict[str, Any]], steps: int) -> list[str]:
     """A line of the table."""
     kills = sum(len(run["still_s"]) for run in runs)
@@ -105,7 +113,7 @@ def summary(side: str, runs: Sequence[dict[str, Any]], steps: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20, help="workers to kill in all, a side")
-    parser.add_argument("--a-run", type=int, default=5, help="kills in each training")
+    parser.add_argument("--a-run", type=int, default=10, help="kills in each training")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sides", default=",".join(SIDES), help="comma between them")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import faulthandler
 import hashlib
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -280,9 +278,6 @@ def _exit_with_report(file: Path) -> Callable[[int], None]:
             with open(file, "w") as out:
                 print(*psutil.Process().net_connections("tcp"), sep="\n", file=out, flush=True)
                 faulthandler.dump_traceback(out)
-                if shutil.which("gdb"):
-                    command = ["gdb", "-p", str(os.getpid()), "-batch", "-ex", "thread apply all bt 30"]
-                    subprocess.run(command, stdout=out, stderr=subprocess.DEVNULL, timeout=60, check=False)
         sys.stderr.flush()
         leave(code)
 
