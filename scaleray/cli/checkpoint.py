@@ -25,8 +25,10 @@ checkpoint_app = App(name="checkpoint", help="List, verify and repair stored che
 
 @checkpoint_app.command(name="list")
 def list_(path: Where, *, copy_path: CopyPath = None, json: Json = False) -> int:
-    """List the stored checkpoints: complete ones, and the remains of others with the reason."""
-    from scaleray.models.stored_checkpoints import list_checkpoints
+    """List the stored checkpoints: complete ones, and the remains of others with the reason.
+
+    If RAY_ADDRESS is set, states in the memory of that cluster's nodes are listed as well."""
+    from scaleray.models.stored_checkpoints import MEMORY, list_checkpoints
 
     with with_stages():
         rows = list_checkpoints(path, copy_path=copy_path)
@@ -40,7 +42,8 @@ def list_(path: Where, *, copy_path: CopyPath = None, json: Json = False) -> int
             metrics = ", ".join(f"{name} {value:.4g}" for name, value in sorted(row["metrics"].items()))
             if metrics and (of := row["evaluated_at"]) != row["step"]:
                 metrics += " (of an unknown step)" if of is None else f" (of step {of})"
-            sizes = [disk_space(row["bytes_written"]), disk_space(row["total_bytes"]), str(row["chain"] or "full")]
+            chain = "in memory" if row["folder"] == MEMORY else str(row["chain"] or "full")
+            sizes = [disk_space(row["bytes_written"]), disk_space(row["total_bytes"]), chain]
             table.append([str(row["step"]), at, str(row["world_size"]), row["strategy"], *sizes, metrics])
         else:
             table.append([str(row["step"]), f"not usable: {row['reason']}"])
@@ -62,7 +65,7 @@ def verify(
     heal
         Replace lost or damaged files by their second copies.
     """
-    from scaleray.models.stored_checkpoints import verify_checkpoints
+    from scaleray.models.stored_checkpoints import MEMORY, verify_checkpoints
 
     with with_stages():
         found = verify_checkpoints(path, step=step, copy_path=copy_path, heal=heal)
@@ -71,7 +74,8 @@ def verify(
         print_json(found)
         return 0 if is_good else 1
     for one in checked:
-        print(f"step {one['step']}: {'good' if one['good'] else 'DAMAGED'}, {quantity(one['files'], 'file')}")
+        place = " in memory" if one.get("folder") == MEMORY else ""
+        print(f"step {one['step']}{place}: {'good' if one['good'] else 'DAMAGED'}, {quantity(one['files'], 'file')}")
         for damage in one["damages"]:
             outcome = "healed from" if damage["healed_from"] else "a good copy is" if damage["good_at"] else ""
             end = f"; {outcome} {damage['good_at']}" if outcome else "; there is no good copy"

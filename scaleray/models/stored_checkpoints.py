@@ -5,6 +5,7 @@ content of its command's `--json`.
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,11 @@ if TYPE_CHECKING:
     from scaleray.checkpoints.catalog import Catalog
     from scaleray.checkpoints.damage import Damage
     from scaleray.checkpoints.manifest import Manifest
+    from scaleray.checkpoints.memory_store import Generations
     from scaleray.checkpoints.retention import Retention
 
+MEMORY = "memory"
+"""Folder of states in memory."""
 LEFTOVER_S = 3600.0
 """Seconds for which files that no manifest names are kept: a running training may be writing them."""
 
@@ -25,11 +29,14 @@ LEFTOVER_S = 3600.0
 def list_checkpoints(run: str | Path, *, copy_path: str | None = None) -> list[dict[str, Any]]:
     """Stored checkpoints of a run: a mapping for each, with the reason if it is not usable.
 
-    run: its folder, local or s3://, its name in the storage path, or one checkpoint's folder. copy_path: location of
-    second copies; None: the run's own setting. Raises CheckpointError if there is none."""
+    With RAY_ADDRESS those in the memory of that cluster's nodes, too. run: its folder, local or s3://, its name in the
+    storage path, or one checkpoint's folder. copy_path: location of second copies; None: the run's own setting. Raises
+    CheckpointError if there is none."""
     with opened(str(run), copy_path) as (catalog, only):
         folder = catalog.stores[0].root
         rows = [{**_row(catalog, step), "folder": folder} for step in catalog.steps() if only in (None, step)]
+        with _in_memory(catalog) as held:
+            rows += [{**_row(held, m.step), "folder": MEMORY} for m in held.found()[0] if only in (None, m.step)]
         if not rows:
             raise empty(str(run))
         return rows
@@ -45,7 +52,7 @@ def verify_checkpoints(
     """
     from scaleray.checkpoints.catalog import require
     from scaleray.checkpoints.damage import Damage
-    from scaleray.checkpoints.manifest import FILE_NAME, Damaged, Incomplete, folder_name
+    from scaleray.checkpoints.manifest import FILE_NAME, Damaged, Incomplete, folder_name, step_of
     from scaleray.checkpoints.weight_sums import check_manifest
 
     checked: list[dict[str, Any]] = []
@@ -64,23 +71,22 @@ def verify_checkpoints(
                     checked.append({"step": number, "files": 0, "good": False, "damages": [_told(damage)]})
                 except Incomplete as exc:
                     unfinished.append(str(exc))
-            if not manifests and not checked:
-                require(catalog, None, where=str(run))
         for manifest in manifests:
             damages = catalog.check(manifest, heal=heal)
             try:
                 check_manifest(catalog.stores[0], manifest)
             except CheckpointError as exc:
                 damages.append(Damage(str(exc.what), f"{exc.found}: {exc.allowed}"))
-            left = [damage for damage in damages if damage.healed_from is None]
-            checked.append(
-                {
-                    "step": manifest.step,
-                    "files": len(manifest.files),
-                    "good": not left,
-                    "damages": [_told(d) for d in damages],
-                }
-            )
+            checked.append(_checked(manifest, damages))
+        with _in_memory(catalog) as held:
+            found, damages = held.found()
+            for manifest in [m for m in found if step in (None, m.step)]:
+                checked.append({**_checked(manifest, held.check(manifest)), "folder": MEMORY})
+            for damage in damages:
+                at = step_of(damage.file.split("/")[-2])
+                checked.append({"step": at, "files": 0, "good": False, "damages": [_told(damage)], "folder": MEMORY})
+        if not checked:
+            require(catalog, None, where=str(run))
     return {"good": all(one["good"] for one in checked), "checkpoints": checked, "unfinished": unfinished}
 
 
@@ -167,6 +173,31 @@ def _row(catalog: Catalog, step: int) -> dict[str, Any]:
         "metrics": found.metrics,
         "evaluated_at": found.evaluated_at,
     }
+
+
+def _checked(manifest: Manifest, damages: list[Damage]) -> dict[str, Any]:
+    return {
+        "step": manifest.step,
+        "files": len(manifest.files),
+        "good": all(damage.healed_from is not None for damage in damages),
+        "damages": [_told(damage) for damage in damages],
+    }
+
+
+@contextlib.contextmanager
+def _in_memory(catalog: Catalog) -> Iterator[Generations]:
+    """The states of a run in the memory of the cluster at RAY_ADDRESS; none without an address."""
+    from scaleray.checkpoints.memory_store import Generations
+
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        yield Generations([])
+        return
+    from scaleray.launch.cluster.connection import joined
+    from scaleray.training.recovery.node_holders import stores_of
+
+    with joined(address, name="RAY_ADDRESS"):
+        yield Generations(stores_of(catalog.stores[0].parent.root))
 
 
 def _told(damage: Damage) -> dict[str, Any]:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from scaleray.training.setup.job import TrainJob
 
 TAIL_LINES = 20
+RECENT_MESSAGES = 200
+"""Messages that are kept for the case that the recorder is lost before it has written them."""
 
 
 def train(config: dict[str, Any]) -> WorkerSummary | None:
@@ -103,7 +105,7 @@ def _holders(assignment: Assignment, sender: Sender) -> Holders | None:
     return Holders(
         holder_here(assignment.run_path, label=memory.place),
         lambda: other_holders(assignment.run_path),
-        sender.unsent,
+        sender.recent,
         lambda: int(ray.get(recorder.last_step.remote(), timeout=90)),
     )
 
@@ -157,6 +159,7 @@ class Sender:
     def __init__(self, recorder: Any, *, interval_s: float, publisher: RankPublisher | None = None) -> None:
         self.recorder, self.interval_s, self.publisher = recorder, interval_s, publisher
         self._buffer: list[WorkerMessage] = []
+        self._recent: deque[WorkerMessage] = deque(maxlen=RECENT_MESSAGES)
         self._sent_at = time.monotonic()
         self._last: Any = None
         self._under_way: list[WorkerMessage] = []
@@ -168,6 +171,7 @@ class Sender:
         now."""
         with self._lock:
             self._buffer += messages
+            self._recent += messages
             self._num_taken += len(messages)
             if not messages or time.monotonic() - self._sent_at >= self.interval_s:
                 # one call at a time: the recorder takes several at once, and would not keep their order
@@ -179,11 +183,12 @@ class Sender:
             for message in messages:
                 self.publisher.on_message(message)
 
-    def unsent(self) -> list[WorkerMessage]:
-        """Messages that may not have arrived."""
+    def recent(self) -> list[WorkerMessage]:
+        """The last messages: those that may not have arrived, and some that the recorder may not have written."""
         with self._lock:
             self._is_free()
-            return [*self._under_way, *self._buffer]
+            waiting = [*self._under_way, *self._buffer]
+            return waiting if len(waiting) > len(self._recent) else list(self._recent)
 
     def beat(self, heartbeat: Heartbeat) -> ControlRequest:
         """Deliver a heartbeat immediately, and return the recorder's request."""

@@ -71,7 +71,9 @@ def torch_trainer(
             name=name,
             storage_path=storage_path,
             failure_config=ray.train.FailureConfig(
-                max_failures=max_failures, controller_failure_limit=CONTROLLER_FAILURE_LIMIT
+                max_failures=max_failures,
+                # a lost node may be missing for hours, while the others train
+                controller_failure_limit=CONTROLLER_FAILURE_LIMIT if num_spares is None else -1,
             ),
             callbacks=list(callbacks) or None,
             logging_config=ray.train.LoggingConfig(log_level="ERROR"),

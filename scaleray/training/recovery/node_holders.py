@@ -7,16 +7,21 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import sys
 import threading
 import time
 from typing import Any
 
+from scaleray.checkpoints.memory_store import MemoryStore
+from scaleray.checkpoints.storage import Store
 from scaleray.training.state.memory_copies import HolderPlace
 
 NAMESPACE = "scaleray-holders"
 KEPT_S = 1800.0
 """Seconds without a request after which a holder ends: its run has ended without a successor."""
 READY_S = 60.0
+MARKS = ("WORKER_TEMPLATE_SOCKET",)
+"""Variables that mark the processes of a driver, which are ended after it."""
 
 
 def holder_here(run_path: str, *, label: str) -> HolderPlace:
@@ -45,6 +50,9 @@ def holder_here(run_path: str, *, label: str) -> HolderPlace:
     context = ray.get_runtime_context()
     node = context.get_node_id()
     domain = node if label == "node" else str(context.get_node_labels().get(label, node))
+    environment: dict[str, Any] = {}
+    if "py_executable" in context.runtime_env:  # a fork of the driver's template would end with the driver
+        environment = {"py_executable": sys.executable, "env_vars": dict.fromkeys(MARKS, "")}
     actor = (
         ray.remote(MemoryHolder)
         .options(
@@ -53,6 +61,7 @@ def holder_here(run_path: str, *, label: str) -> HolderPlace:
             get_if_exists=True,
             lifetime="detached",
             num_cpus=0,
+            runtime_env=environment or None,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
         .remote(node, domain)
@@ -74,6 +83,11 @@ def other_holders(run_path: str) -> list[HolderPlace]:
         except ray.exceptions.RayError:  # of a node that is lost
             continue
     return places
+
+
+def stores_of(run_path: str) -> list[Store]:
+    """The files of all holders of a run."""
+    return [MemoryStore.at(each.host, each.port, each.token) for each in other_holders(run_path)]
 
 
 def end_holders(run_path: str) -> None:

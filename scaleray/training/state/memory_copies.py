@@ -44,12 +44,12 @@ class HolderPlace:
 @dataclass(frozen=True)
 class Holders:
     """The holders of a run. own: the one on this worker's node. others: finds those that exist, also on nodes without a
-    worker. unsent: messages of this worker that the recorder may not have. recorded: the last step of the run's record,
+    worker. recent: last messages of this worker, of which the recorder may lack some. recorded: the last step of the run's record,
     if it may lack some."""
 
     own: HolderPlace
     others: Callable[[], list[HolderPlace]] = list
-    unsent: Callable[[], list[Any]] = list
+    recent: Callable[[], list[Any]] = list
     recorded: Callable[[], int] | None = None
 
 
@@ -155,7 +155,7 @@ class MemoryCopies:
         return tuple(message for message in found if message.step <= manifest.step)
 
     def _facts(self) -> dict[str, Any]:
-        kept = [message for message in self.holders.unsent() if type(message).__name__ in KINDS]
+        kept = [message for message in self.holders.recent() if type(message).__name__ in KINDS]
         return {MESSAGES: [[type(message).__name__, dataclasses.asdict(message)] for message in kept]}
 
     def _report(self, message: CheckpointRecord | EventRecord) -> None:
