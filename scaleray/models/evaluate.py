@@ -290,7 +290,7 @@ def _sources(parts: ModelParts, data: Any, split: str | None) -> dict[str, Sourc
     others = {name: source for name, source in sources.items() if name != TRAIN}
     if not others:
         raise UsageError.problem(
-            "the run", f"has no split to evaluate but {TRAIN}", "give --split train, or --data FILE"
+            "the run", f"has no split to evaluate except {TRAIN}", "give --split train, or --data FILE"
         )
     return others
 

@@ -184,7 +184,7 @@ def _place() -> Path:
         raise ClusterError(
             str(short_path() / f"scaleray-{os.getuid()}"),
             "owned by another user",
-            "it keeps the list of this user's clusters",
+            "it must hold the list of this user's clusters",
             "its owner or root can remove it",
         )
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,12 +133,13 @@ def short(config: RunConfig, steps: int) -> RunConfig:
 
 
 def _profiled(record: RunRecord) -> Profiled:
-    again = f"scaleray profile -c {record.run_dir}/config.yaml" if record.run_dir else "scaleray profile -c FILE"
+    config = shlex.quote(f"{record.run_dir}/config.yaml") if record.run_dir else "FILE"
+    again = f"scaleray profile -c {config}"
     if record.profile is None:
         raise UsageError(
             f"the profile of {record.name}",
             "missing",
-            "only newer versions measure it, from the second step on",
+            "it is measured from the second step on, and older versions did not measure it",
             f"train some steps again: {again}",
         )
     traced = traced_of(record.run_dir) if record.run_dir else None
@@ -160,5 +162,6 @@ def _check_has_ended(run: str) -> None:
                     "RUN",
                     run,
                     f"it has no {RECORD}, which is written when a run ends: it is running, or was killed",
-                    f"wait for its end, or train some steps again: scaleray profile -c {location.root}/config.yaml",
+                    "wait for its end, or train some steps again: scaleray profile "
+                    f"-c {shlex.quote(f'{location.root}/config.yaml')}",
                 )

@@ -178,7 +178,7 @@ def _scaling(evidence: Evidence, policy: Policy, *, uri: str | None) -> GateResu
         differs.insert(0, "its config gives a different training")
     what = "the study is of this training, code and environment"
     if differs:
-        remedy = f"scaleray study -c {run.run_dir}/config.yaml"
+        remedy = f"scaleray study -c {shlex.quote(f'{run.run_dir}/config.yaml')}"
         words = f"study {study.name}: {'; '.join(differs[:3])}"
         return gate_of(result.gate, [*checks, Check(what=what, answer="inconclusive", words=words, remedy=remedy)])
     return gate_of(result.gate, [*checks, Check(what=what, answer="pass", words=study.name)])

@@ -3,6 +3,7 @@ one process, for this config, number of workers and environment."""
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,8 @@ def equality_gate(
 ) -> GateResult:
     """The gate's check, by the best matching certificate. now: seconds since 1970, by default the current time."""
     what = f"{run.strategy} on {quantity(run.workers, 'worker')} equals one process"
-    remedy = f"scaleray verify -c {run.folder}/config.yaml --strategies {run.strategy} --world-sizes {run.workers}"
+    config = shlex.quote(f"{run.folder}/config.yaml")
+    remedy = f"scaleray verify -c {config} --strategies {run.strategy} --world-sizes {run.workers}"
     if run.workers == 1:
         return gate_of(GATE, [Check(what=what, answer="pass", words="one worker equals one process")])
     if not certificates:

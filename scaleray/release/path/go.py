@@ -56,7 +56,7 @@ def runbook(path: PathRecord) -> str:
         _commands(
             [
                 ("its predictions are wrong: return to the previous version", f"scaleray rollback {name}"),
-                ("a training was interrupted", f"scaleray train --resume {path.folder}/runs/NAME"),
+                ("a training was interrupted", f"scaleray train --resume {shlex.quote(f'{path.folder}/runs')}/NAME"),
                 ("train it again", f"{path.folder}/{PIPELINE}/retrain.sh"),
                 ("serve it", f"mlflow models serve -m models:/{name} --env-manager local --port 5001"),
                 ("predict rows", f"scaleray predict models:/{name} --data FILE --out FILE"),
