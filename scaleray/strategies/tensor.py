@@ -4,6 +4,7 @@ or the layers become stages of a pipeline.
 Workers of one group have the same rows and compute the same loss. The plan's styles define their communication in
 forward and backward passes (torch.distributed.tensor.parallel)."""
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
@@ -58,6 +59,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         experts = divide_experts(model, mesh, degree) if degree > 1 else None
         notes += _shard(model, replicas, config, workload, experts)
         root = Root.over(model, replicas)
+        _ignore_known_warnings()
     else:
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -108,6 +110,14 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         tell_phases=passes.tell_phases,
         notes=notes,
     )
+
+
+def _ignore_known_warnings() -> None:
+    """Hide two warnings of torch that every model gets whose layers are split and sharded."""
+    # outputs of split layers are views made by a function of torch's own, on which autograd refuses operations in place
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
+    # a parameter cut along two axes is gathered in two operations; gathers sum nothing
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 class SplitLayers:

@@ -1,5 +1,6 @@
 """Tensor parallelism, alone and under FSDP: the training of one process, in every split that the reference transformer has."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -7,11 +8,13 @@ import torch
 from small_runs import Classify, largest_difference, make_job, relative_differences, train, train_in_plain_torch
 from small_transformer import SmallTransformer
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.strategies.fsdp import total_norm
+from scaleray.strategies.sharding.counted_passes import data_axis
 from scaleray.training.setup.model_setup import prepare
 
 TENSOR = {"strategy.name": "tensor"}
@@ -56,6 +59,30 @@ def test_a_replica_with_a_row_less_takes_part_in_every_pass(gloo):
     recipe = {**ADAMW, "batch.micro_size": 1, "stop.after": "1 epoch"}
     finished = gloo.run(4, train, workload, {**recipe, **TENSOR})[0]
     assert_same_training(finished, train_in_plain_torch(workload, recipe))
+
+
+def warned_of(place, flags):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(place, SmallTransformer(num_blocks=1), flags)
+    return {str(one.message).partition(")")[2][:40] for one in caught if "FSDP2" in str(one.message)}
+
+
+def test_split_layers_under_fsdp_train_without_torchs_warning_of_views(gloo):
+    recipe = {**ADAMW, "stop.after": "2 steps"}
+    assert gloo.run(4, warned_of, {**recipe, **TENSOR}) == [set()] * 4
+
+
+def axis_of_replicas_and_shards(place):
+    mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("replicate", "shard", "tp"))
+    whole = mesh["replicate", "shard"]._flatten("dp")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return data_axis(mesh) is whole, data_axis(init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))).size()
+
+
+def test_replicas_and_shards_are_one_axis_without_a_deprecated_name(gloo):
+    assert gloo.run(1, axis_of_replicas_and_shards) == [(True, 1)]
 
 
 # what lies where

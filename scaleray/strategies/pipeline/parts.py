@@ -32,6 +32,7 @@ from scaleray.strategies.pipeline.stages import (
     make_stage,
     stage_of_block,
 )
+from scaleray.strategies.sharding.counted_passes import data_axis
 from scaleray.strategies.tensor import SplitLayers, complete, data_axes
 from scaleray.strategies.traffic.ledger import Ledger
 
@@ -47,7 +48,7 @@ class Parts:
     def __init__(self, model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) -> None:
         settings = config.pipeline
         self.group: dist.ProcessGroup = mesh.get_group("pp")
-        data = mesh["dp"]
+        data = data_axis(mesh)
         self.replicas: dist.ProcessGroup | None = data.get_group() if data.size() > 1 else None
         # of each stage's copies and parts, by worker; also of other replicas, if these train apart
         self._ranks: list[list[int]] = mesh._get_root_mesh().mesh.flatten(1).T.tolist()

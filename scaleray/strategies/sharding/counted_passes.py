@@ -99,12 +99,18 @@ def _kind(name: str, given: list[Any]) -> Kind:
     return Kind(group.group_name, group.size(), operation) if group is not None else Kind("", 0, operation)
 
 
+def data_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """The workers with samples of their own, as one axis: `dp`, or `replicate` and `shard`, which were flattened."""
+    # torch deprecates mesh["dp"] for the latter
+    return mesh["replicate", "shard"]._flatten("dp") if "shard" in (mesh.mesh_dim_names or ()) else mesh["dp"]
+
+
 class CountedPasses:
     """Forward and backward passes of a step's micro-batches, as the loop itself would run them. Traffic of the styles
     and of FSDP is counted below the dispatcher, once per shape of a micro-batch."""
 
     def __init__(self, model: nn.Module, on_model: nn.Module, mesh: DeviceMesh) -> None:
-        self._model, self._on_model, self._replicas = model, on_model, mesh["dp"]
+        self._model, self._on_model, self._replicas = model, on_model, data_axis(mesh)
         self._axes = {str(mesh.get_group(axis).group_name): axis for axis in mesh.mesh_dim_names or ()}
         self._known: dict[Any, dict[Kind, tuple[int, float]]] = {}
         self._enter: Enter = lambda phase: phase
