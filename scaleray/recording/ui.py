@@ -37,10 +37,16 @@ def tracking_ui(*, uri: str | None = None, port: int = 5000) -> int:
     store.check_reachable(uri)
     if importlib.util.find_spec("mlflow") is None:
         raise ModuleNotFoundError("No module named 'mlflow'", name="mlflow")
-    print(f"MLflow for {shown}: http://127.0.0.1:{port}/#/experiments?workflowType=machine_learning", flush=True)
+    print(
+        f"MLflow for {shown}: http://127.0.0.1:{port}/#/experiments?workflowType=machine_learning (Ctrl-C ends it)",
+        flush=True,
+    )
     # MLflow's background jobs would start eight more processes that nothing here uses
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    environment["MLFLOW_BACKEND_STORE_URI"] = uri  # not an option: other users see those in the list of processes
+    # not options: other users see those in the list of processes
+    environment |= {"MLFLOW_BACKEND_STORE_URI": uri, "MLFLOW_REGISTRY_STORE_URI": uri}
+    is_deprecated = "ignore:starlette.middleware.wsgi is deprecated"  # a matter between MLflow and its server
+    environment["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), is_deprecated]))
     command = [
         sys.executable,
         "-m",
