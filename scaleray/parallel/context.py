@@ -38,6 +38,8 @@ class Context:
     """Start an exchange of this payload, and count it."""
     heads_on: int = 1
     """Workers that divide the heads of a layer, in a rehearsal, which has all of them."""
+    has_values: bool = True
+    """False in a rehearsal with tensors of shapes alone, where a model may give a mask that it would leave out."""
     has_cut: bool = False
     num_exchanges: int = 0
 
@@ -200,7 +202,7 @@ def _check_call(
             "gives the model whole sequences, and parallel.context needs this worker's tokens of them",
             "cut what goes along the sequence in loss() and metrics(): scaleray.parallel.part(tokens, dim=1)",
         )
-    if attn_mask is not None:
+    if attn_mask is not None and context.has_values:
         raise WorkloadError.problem(
             "the model's attention",
             "has a mask, but each worker has the part of its own tokens alone",

@@ -4,6 +4,7 @@ The model is built and its loss computed with tensors that have shapes but no va
 Code that needs values is left to the workers."""
 
 import contextlib
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,8 @@ def check_layout(
     """Raise UsageError for a model without blocks, plan or experts, or with a number of them, of heads or of tokens
     that a degree does not divide. rows: a few of the training data; without any the loss is not computed. Changes no
     random numbers."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # has a stack of each operation that needs values
+    was_disabled, log.disabled = log.disabled, True
     with same_random_numbers(CPU):
         try:
             _check(workload, config, degrees, rows, gives_tuples=gives_tuples)
@@ -39,6 +42,8 @@ def check_layout(
                 raise
         except (Exception, SystemExit):
             return
+        finally:
+            log.disabled = was_disabled
 
 
 def _check(workload: Any, config: RunConfig, degrees: Degrees, rows: Mapping[str, Any], *, gives_tuples: bool) -> None:
@@ -57,6 +62,6 @@ def _check(workload: Any, config: RunConfig, degrees: Degrees, rows: Mapping[str
     with FakeTensorMode(allow_non_fake_inputs=True), contextlib.ExitStack() as stack:
         without_values(model)
         if degrees.context > 1:
-            shared = Context(config.context.exchange, degrees.context, heads_on=degrees.tensor)
+            shared = Context(config.context.exchange, degrees.context, heads_on=degrees.tensor, has_values=False)
             stack.enter_context(sequences_shared(model, shared))
         summed_loss(workload, model, user_batch(workload, dict(rows), CPU, None, gives_tuples=gives_tuples))

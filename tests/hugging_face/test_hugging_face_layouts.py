@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 from small_models import BERT, GPT2, LLAMA, Causal, causal, masked
-from small_runs import largest_difference, relative_differences, train, train_in_plain_torch
+from small_runs import largest_difference, make_job, relative_differences, train, train_in_plain_torch
 
+from scaleray.data import TRAIN
 from scaleray.errors import ConfigError, WorkloadError
+from scaleray.launch.run.train import check_layout
 
 QWEN = {
     "model_type": "qwen3",
@@ -63,6 +65,13 @@ def test_a_model_in_a_layout_trains_as_in_plain_torch(gloo, model, layout):
     bound = 1e-9 if model is GPT2 else 1e-6  # the norms of the others compute in float32 in any model
     assert max(relative_differences(plain.losses, finished.losses)) <= bound
     assert largest_difference(plain.weights, finished.weights) <= 100 * bound
+
+
+def test_no_layout_in_which_a_model_trains_is_refused_before_workers_start():
+    for model, layout in CASES:
+        world_size, degrees = LAYOUTS[layout]
+        job, sources = make_job(Causal({**model, "vocab_size": 50}), {**FLAGS, **degrees}, world_size=world_size)
+        check_layout(job, sources[TRAIN])
 
 
 def test_a_masked_model_shares_sequences(gloo, texts):
