@@ -4,6 +4,7 @@ The model is built and its loss computed with tensors that have shapes but no va
 Code that needs values is left to the workers."""
 
 import contextlib
+import copy
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -31,12 +32,12 @@ def check_layout(
 ) -> None:
     """Raise UsageError for a model without blocks, plan or experts, or with a number of them, of heads or of tokens
     that a degree does not divide. rows: a few of the training data; without any the loss is not computed. Changes no
-    random numbers."""
+    random numbers, and nothing that the workload holds."""
     log = logging.getLogger("torch._subclasses.fake_tensor")  # has a stack of each operation that needs values
     was_disabled, log.disabled = log.disabled, True
     with same_random_numbers(CPU):
         try:
-            _check(workload, config, degrees, rows, gives_tuples=gives_tuples)
+            _check(copy.deepcopy(workload), config, degrees, rows, gives_tuples=gives_tuples)
         except UsageError as exc:
             if exc.__cause__ is None:  # else of the user's code, which may need values
                 raise

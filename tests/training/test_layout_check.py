@@ -27,6 +27,16 @@ class NeedsValues(Classify):
         return super().loss(model, batch)
 
 
+class Counts(SmallTransformer):
+    """A loss that keeps what it has computed."""
+
+    kept = None
+
+    def loss(self, model, batch):
+        self.kept = super().loss(model, batch)
+        return self.kept
+
+
 class Heads(SmallTransformer):
     """A transformer of three heads."""
 
@@ -86,6 +96,12 @@ def test_a_layout_that_does_not_fit_is_refused_before_workers_start(case):
 )
 def test_a_layout_that_fits_and_a_loss_that_needs_values_pass(workload, flags):
     looked_at(4, workload, flags)
+
+
+def test_a_workload_keeps_nothing_of_a_loss_without_values():
+    workload = Counts()
+    looked_at(2, workload, {"parallel.tensor": 2})
+    assert workload.kept is None
 
 
 def test_a_run_of_whole_models_is_not_looked_at(monkeypatch):
