@@ -233,7 +233,8 @@ class Member:
         while not (ended := self._end_collectives(epoch))[0]:
             frame = sys._current_frames().get(self._thread_id)
             is_inside = frame is not None and any(part in frame.f_code.co_filename for part in WAITING)
-            is_idle = ended[1] and not torch.cuda.is_initialized()
+            has_clock = hasattr(time, "pthread_getcpuclockid")  # macOS has none
+            is_idle = ended[1] and has_clock and not torch.cuda.is_initialized()
             cpu_s = 0.0
             with contextlib.suppress(OSError):  # the thread has ended
                 cpu_s = time.clock_gettime(time.pthread_getcpuclockid(self._thread_id)) if is_idle else 0.0
