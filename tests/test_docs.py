@@ -14,6 +14,7 @@ from optional_programs import program
 
 from jobs.packaging.wheel import after
 from scaleray.cli.main import run_command
+from scaleray.config.checkpoint import MemorySettings
 from scaleray.config.loading import known_keys
 
 ROOT = Path(__file__).parent.parent
@@ -115,7 +116,7 @@ def commands() -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize(("page", "line"), sorted(commands()))
 def test_a_command_exists_with_its_options(page, line, capsys):
-    known = set(known_keys())
+    known = {*known_keys(), *(f"checkpoint.memory.{name}" for name in MemorySettings.model_fields)}
     words = [word.strip("[]`,();") for word in line.split()[1:]]
     nouns = []
     for word in words:
