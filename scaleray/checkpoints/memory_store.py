@@ -208,8 +208,8 @@ class Generations(Catalog):
     def prune(
         self, retention: Retention, *, newest: int | None = None, spared_s: float = 0.0, is_dry_run: bool = False
     ) -> Pruned:
-        """Remove all states but that of step `newest`."""
-        for store in self.stores:
+        """Remove all states but that of step `newest` where new ones are written."""
+        for store in self.written or self.stores:
             with contextlib.suppress(OSError):
                 for name in store.names():
                     if step_of(name) != newest:

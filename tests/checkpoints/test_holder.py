@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import pickle
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +21,13 @@ from scaleray.checkpoints.memory_store import Generations, MemoryStore, homes
 from scaleray.checkpoints.retention import Retention
 from scaleray.checkpoints.saver import Saver
 from scaleray.checkpoints.storage import Store
-from scaleray.records.run_record import EventRecord
+from scaleray.launch.cluster import connection
+from scaleray.models.stored_checkpoints import MEMORY, list_checkpoints, verify_checkpoints
+from scaleray.records.run_record import EventRecord, StepRecord
+from scaleray.training.recovery import node_holders
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.state.checkpointing import Checkpointing
-from scaleray.training.state.memory_copies import HolderPlace, Holders
+from scaleray.training.state.memory_copies import HolderPlace, Holders, as_json
 
 SECRET = "secret"
 MIB = 2**20
@@ -113,6 +119,42 @@ def test_no_node_keeps_copies_within_its_rack_as_long_as_there_is_another():
         assert places[0] == node and len({domains[place] for place in places}) == 2
 
 
+def test_states_in_memory_are_listed_and_verified_with_those_in_storage(holder, tmp_path, monkeypatch):
+    save([holder], [6, 7])
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setenv("RAY_ADDRESS", "a cluster")
+    monkeypatch.setattr(connection, "joined", lambda address, name: contextlib.nullcontext())
+    places = {str(tmp_path): [HolderPlace("0", "0", "127.0.0.1", holder.port, SECRET)]}
+    monkeypatch.setattr(node_holders, "other_holders", lambda run_path: places[run_path])
+    assert [(row["step"], row["folder"]) for row in list_checkpoints(tmp_path)] == [(7, MEMORY), (6, MEMORY)]
+    assert verify_checkpoints(tmp_path)["good"]
+    name = next(name for name in holder._files if name.startswith(folder_name(7)) and not name.endswith(FILE_NAME))
+    holder.corrupt(name, lambda content: content[:-1])
+    found = verify_checkpoints(tmp_path)
+    assert [(one["step"], one["good"]) for one in found["checkpoints"]] == [(7, False), (6, True)]
+    assert "bytes instead of" in found["checkpoints"][0]["damages"][0]["problem"]
+
+
+def test_a_state_is_used_only_if_the_record_of_its_steps_is_complete(holder):
+    save([holder], [7], facts={"messages": [["StepRecord", as_json(step_record(n))] for n in (5, 6, 7, 8)]})
+    job, _ = make_job(Classify(num_rows=8), {"checkpoint.memory.every": "1 step"})
+    place = HolderPlace("0", "0", "127.0.0.1", holder.port, SECRET)
+    for recorded, is_used in ((7, True), (4, True), (3, False), (-1, False)):
+        messages: list[EventRecord] = []
+        copies = Holders(place, lambda: [place], recorded=lambda recorded=recorded: recorded)
+        saves = Checkpointing(job, RankContext(), Nothing([]), emit=messages.append, holders=copies)
+        assert [manifest.step for manifest in saves.memory.found()] == [7] * is_used
+        assert any("the record ends with step" in message.text for message in messages) is not is_used
+    [manifest] = saves.memory.generations.found()[0]
+    steps = saves.memory.messages(manifest)
+    assert [step.step for step in steps] == [5, 6, 7]
+    assert math.isnan(steps[0].loss) and steps[1] == step_record(6)
+
+
+def step_record(number: int) -> StepRecord:
+    return StepRecord(number, math.nan if number == 5 else 0.5, 4.0, 4, 0.1, None, 0.1, 0.0, 1.0, more={"a/b": 1.0})
+
+
 def state_after(step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     return {f"model.{name}": torch.randn(40, 3, generator=generator) for name in "abcd"}
@@ -125,7 +167,7 @@ class Kept(Generations):
         return Pruned([], 0)
 
 
-def save(holders: list[Holder], steps: Sequence[int]) -> None:
+def save(holders: list[Holder], steps: Sequence[int], facts: dict[str, Any] | None = None) -> None:
     stores = [store_of(holder) for holder in holders]
     for store in stores:
         store.reserve("a worker", MIB)
@@ -142,7 +184,7 @@ def save(holders: list[Holder], steps: Sequence[int]) -> None:
     )
     for step in steps:
         values = {"progress": {}}
-        saver.save(step, state_after(step), volatile=set(), values=values, facts={})
+        saver.save(step, state_after(step), volatile=set(), values=values, facts=facts or {})
         saver.wait()
         assert saver.last_saved == step
 

@@ -387,6 +387,17 @@ ONLY_WITH = {
 TOGETHER = {"fsdp.wrap_classes": {"fsdp.wrap": "class"}, "shares.speeds": {"shares.by": "given"}}
 
 
+def test_one_value_of_a_key_with_several_keeps_the_others():
+    given = {"checkpoint.memory": {"copies": 3}}
+    found = load_config(flags={**REQUIRED, **given, "checkpoint.memory.place": "rack"}, environ={}).checkpoint.memory
+    assert (found.copies, found.place, str(found.every)) == (3, "rack", "1 step")
+    assert load_config(flags=REQUIRED, environ={}).checkpoint.memory is None
+    stored = {"checkpoint": {"memory": found.model_dump(mode="json")}}
+    assert load_config(flags={**REQUIRED, **stored}, environ={}).checkpoint.memory == found
+    with pytest.raises(ConfigError, match="evry"):
+        load_config(flags={**REQUIRED, "checkpoint.memory.evry": "1 step"}, environ={})
+
+
 def test_the_hash_changes_with_everything_but_where_a_run_is_kept_and_what_it_measures():
     assert {
         *CHANGES,

@@ -44,8 +44,8 @@ class HolderPlace:
 @dataclass(frozen=True)
 class Holders:
     """The holders of a run. own: the one on this worker's node. others: finds those that exist, also on nodes without a
-    worker. recent: last messages of this worker, of which the recorder may lack some. recorded: the last step of the run's record,
-    if it may lack some."""
+    worker. recent: last messages of this worker, of which the recorder may lack some. recorded: the last step of the
+    run's record, if it may lack some."""
 
     own: HolderPlace
     others: Callable[[], list[HolderPlace]] = list
@@ -105,7 +105,7 @@ class MemoryCopies:
     def begin(self, kept_step: int | None) -> None:
         """Remove all states but that of `kept_step`, from which the run continues. Collective."""
         if self.place.rank == 0:
-            self.generations.prune(Retention(), newest=kept_step)
+            Generations(self.generations.stores).prune(Retention(), newest=kept_step)
         self._is_reserved = False
 
     def has_room(self, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -156,7 +156,7 @@ class MemoryCopies:
 
     def _facts(self) -> dict[str, Any]:
         kept = [message for message in self.holders.recent() if type(message).__name__ in KINDS]
-        return {MESSAGES: [[type(message).__name__, dataclasses.asdict(message)] for message in kept]}
+        return {MESSAGES: [[type(message).__name__, as_json(message)] for message in kept]}
 
     def _report(self, message: CheckpointRecord | EventRecord) -> None:
         if isinstance(message, CheckpointRecord):
@@ -175,3 +175,8 @@ def share_bytes(tensors: Mapping[str, torch.Tensor], world_size: int) -> int:
     own = sum(t.to_local().nbytes for t in tensors.values() if isinstance(t, DTensor))
     common = [t.nbytes for t in tensors.values() if not isinstance(t, DTensor)]
     return own + sum(common) // world_size + max(common, default=0) + 64 * len(tensors)
+
+
+def as_json(message: StepRecord | EvaluationRecord) -> dict[str, Any]:
+    """The fields of a message that the recorder reads."""
+    return {name: value for name, value in dataclasses.asdict(message).items() if name != "signals"}
