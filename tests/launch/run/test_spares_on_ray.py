@@ -13,8 +13,11 @@ import scaleray
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("mlflow_database")]
 
 
-def test_a_spare_takes_the_place_of_a_lost_worker(ray_session, tmp_path):
-    common = {"scale.workers": 2, "recovery.spares": 1, "deterministic": True}
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_spare_takes_the_place_of_a_lost_worker(strategy, ray_session, tmp_path):
+    common = {"scale.workers": 2, "recovery.spares": 1, "deterministic": True, "strategy.name": strategy}
+    if strategy == "fsdp":
+        common["checkpoint.memory"] = {"every": "1 step", "copies": 1}
     plain = scaleray.train(settings(tmp_path / "plain", "Failing", **common, **{"workload.args.at_call": 0}))
     marker = tmp_path / "was_killed"
     fault = {"how": "kill", "at_call": 8, "marker": str(marker)}
@@ -24,7 +27,12 @@ def test_a_spare_takes_the_place_of_a_lost_worker(ray_session, tmp_path):
     assert losses(found) == losses(plain)
     with open(Path(found.run_dir) / "steps.csv", newline="") as file:
         assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, 13))
-    weights = [Path(record.run_dir, "weights.pt").read_bytes() for record in (plain, found)]
-    assert weights[0] == weights[1]
-    assert any("no step is lost" in event for event in found.events)
+    weights = [final_weights(record.run_dir) for record in (plain, found)]
+    assert weights[0] == weights[1] and weights[0]
+    assert any("other workers took over" in event for event in found.events)
     assert not any("from the newest checkpoint" in event for event in found.events)
+
+
+def final_weights(folder: str) -> list[bytes]:
+    """Bytes of the final weights, in one file or in one for each worker."""
+    return [path.read_bytes() for path in sorted([*Path(folder).glob("weights.pt"), *Path(folder).glob("weights/*")])]
