@@ -151,6 +151,7 @@ def main() -> None:
         **vars(given), ranks=size.ranks, join=JOIN_MS, heartbeat=HEARTBEAT_MS, seeds=", ".join(map(str, seeds))
     )
     text = f"{harness.table([*header, 'CPU s', 'foreign CPU s'], rows)}\n\n{rules}"
+    given.earlier = len(earlier)
     record = {"conditions": conditions, "arguments": harness.arguments_of(given), "runs": runs}
     harness.write_report("recovery", title="Recovery from killed workers", text=text, record=record, folder=given.out)
 
