@@ -81,8 +81,8 @@ def cut_batch(
         )
     given = _micro_size_in_samples(config, data, why)
     varies = data.packed_steps(config) is not None
-    is_fixed = workers == config.scale.max_workers and not config.scale.is_elastic
-    if varies or not is_fixed:  # shares may be uneven: sums and counts keep that exact
+    has_shrunk = config.recovery.on_loss == "shrink" and workers < config.scale.max_workers
+    if varies or has_shrunk or config.scale.is_elastic:  # shares may be uneven: sums and counts keep that exact
         per_worker = math.ceil(global_batch_size / workers)
         micro_size = given or math.ceil(global_batch_size / config.scale.max_workers)
         why["per_worker_batch_size"] = f"{global_batch_size} / {quantity(workers, 'worker')}, at most"
