@@ -108,8 +108,9 @@ class LiveState:
             self.kept, self._is_changing = None, False
         before, self._size = self._size, place.world_size
         self._is_moved, self._rank = self._rank not in (None, place.rank), place.rank
-        self._is_resized = any(size not in (None, place.world_size) for size in place.gathered(before))
-        positions = place.gathered(self.kept.position if self.kept is not None else None)
+        everyone = place.gathered((before, self.kept.position if self.kept is not None else None))
+        self._is_resized = any(size not in (None, place.world_size) for size, _ in everyone)
+        positions = [position for _, position in everyone]
         self.is_continued = any(positions)
         if not self.is_continued:
             return None
