@@ -27,7 +27,7 @@ from scaleray.records.run_record import EventRecord, StepRecord
 from scaleray.training.recovery import node_holders
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.state.checkpointing import Checkpointing
-from scaleray.training.state.memory_copies import HolderPlace, Holders, as_json
+from scaleray.training.state.memory_copies import HolderPlace, Holders, as_json, share_bytes
 
 SECRET = "secret"
 MIB = 2**20
@@ -149,6 +149,12 @@ def test_a_state_is_used_only_if_the_record_of_its_steps_is_complete(holder):
     steps = saves.memory.messages(manifest)
     assert [step.step for step in steps] == [5, 6, 7]
     assert math.isnan(steps[0].loss) and steps[1] == step_record(6)
+
+
+def test_the_memory_for_a_part_is_bounded_by_what_the_worker_has_alone():
+    tensors = {"all.a": torch.zeros(1000), "all.b": torch.zeros(10), "mine": torch.zeros(500)}
+    found = share_bytes(tensors, {"all.a", "all.b"}, 4)
+    assert 4 * (1010 / 4 + 500) <= found <= 4 * (1010 / 4 + 500) + 4 * 1000 + 64 * 3
 
 
 def step_record(number: int) -> StepRecord:

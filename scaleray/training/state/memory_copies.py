@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from scaleray.checkpoints.manifest import Manifest
 from scaleray.checkpoints.memory_store import Generations, MemoryStore, homes
 from scaleray.checkpoints.retention import Retention
 from scaleray.checkpoints.saver import Saver
+from scaleray.checkpoints.tensor_files import ALIGNMENT
 from scaleray.common.printed import quantity
 from scaleray.config.checkpoint import MemorySettings
 from scaleray.records.run_record import CheckpointRecord, EvaluationRecord, EventRecord, StepRecord
@@ -114,11 +115,18 @@ class MemoryCopies:
         so, and no copies are made."""
         if self._is_reserved:
             return True
-        num_bytes = FOR_MANIFESTS + GENERATIONS * share_bytes(tensors, self.place.world_size)
+        common = set(tensors).intersection(*self.place.gathered(list(tensors)))
+        num_bytes = FOR_MANIFESTS + GENERATIONS * share_bytes(tensors, common, self.place.world_size)
         short = None
         for store in self.homes:
-            if (free := store.reserve(f"rank-{self.place.rank}", num_bytes)) is not None:
-                short = f"{store.root} has {free / MIB:,.0f} MiB free, and a worker needs {num_bytes / MIB:,.0f} MiB"
+            try:
+                free = store.reserve(f"rank-{self.place.rank}", num_bytes)
+            except OSError as exc:
+                short = str(exc)
+            else:
+                if free is not None:
+                    needed = f"a worker needs {num_bytes / MIB:,.0f} MiB"
+                    short = f"{store.root} has {free / MIB:,.0f} MiB free, and {needed}"
         found = [text for text in self.place.gathered(short) if text]
         if found:
             self._say(f"checkpoint.memory: {found[0]}; the run continues without copies in memory")
@@ -170,11 +178,13 @@ class MemoryCopies:
             self.emit(EventRecord(text, kind="warning"))
 
 
-def share_bytes(tensors: Mapping[str, torch.Tensor], world_size: int) -> int:
-    """Upper bound of the bytes of a rank's file: its own shards, and its share of the tensors that all ranks have."""
-    own = sum(t.to_local().nbytes for t in tensors.values() if isinstance(t, DTensor))
-    common = [t.nbytes for t in tensors.values() if not isinstance(t, DTensor)]
-    return own + sum(common) // world_size + max(common, default=0) + 64 * len(tensors)
+def share_bytes(tensors: Mapping[str, torch.Tensor], common: Collection[str], world_size: int) -> int:
+    """Upper bound of the bytes of a rank's file: what it alone has, and its share of what all ranks have. common: names
+    of the tensors of all ranks."""
+    local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    whole = [local[name].nbytes for name in common if not isinstance(tensors[name], DTensor)]
+    own = sum(tensor.nbytes for tensor in local.values()) - sum(whole)
+    return own + sum(whole) // world_size + max(whole, default=0) + ALIGNMENT * len(tensors)
 
 
 def as_json(message: StepRecord | EvaluationRecord) -> dict[str, Any]:
