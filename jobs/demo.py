@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import subprocess
 import sys
 import time
@@ -147,11 +148,11 @@ def table(records: list[RunRecord], study: StudyRecord) -> Table:
     result = Table(title="scaleray demo")
     for number, column in enumerate(("model", "workers", "time of a step", "samples/s", "speed-up", "efficiency")):
         result.add_column(column, justify="right" if number else "left")
-    rows = [("digits", one.workers, one.step_time_s or 0.0, one.samples_per_s or 0.0) for one in records]
-    rows += [("language model", one.workers, one.step_time_s.value, one.samples_per_s.value) for one in _points(study)]
-    alone = {model: rate for model, workers, _, rate in rows if workers == 1}
-    for model, workers, step_s, rate in rows:
-        speedup = rate / alone[model] if alone.get(model) else 0.0
+    alone = records[0].samples_per_s or math.inf
+    rows = [("digits", r.workers, r.step_time_s or 0.0, r.samples_per_s or 0.0) for r in records]
+    gains = [rate / alone for _, _, _, rate in rows] + _gains(study)
+    rows += [("language model", p.workers, p.step_time_s.value, p.samples_per_s.value) for p in _points(study)]
+    for (model, workers, step_s, rate), speedup in zip(rows, gains, strict=True):
         result.add_row(
             model,
             str(workers),
@@ -166,8 +167,8 @@ def table(records: list[RunRecord], study: StudyRecord) -> Table:
 def lessons(records: list[RunRecord], certificate: EqualityCertificate, study: StudyRecord) -> list[str]:
     """The proof that two workers train what one does, and what the table shows."""
     digits_s = (records[0].step_time_s or 0.0) * 1000
-    alone, both = (point.step_time_s.value for point in _points(study))
-    gain = alone / both
+    alone = _points(study)[0].step_time_s.value
+    gain = _gains(study)[-1]
     pays = (
         f"Scaling pays if a step is long: the language model takes {alone * 1000:,.0f} ms on one worker, digits "
         f"{digits_s:,.0f} ms, about as long as two workers need to exchange gradients"
@@ -197,6 +198,11 @@ def places(records: list[RunRecord], study: StudyRecord) -> list[str]:
 
 def _points(study: StudyRecord) -> list[Point]:
     return [one.point for one in study.curves[0].points]
+
+
+def _gains(study: StudyRecord) -> list[float]:
+    """Speed-ups of the study."""
+    return [one.speedup.value for one in study.curves[0].points]
 
 
 def equality(one: RunRecord, two: RunRecord) -> str:

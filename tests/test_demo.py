@@ -43,8 +43,13 @@ def test_the_demo_prints_its_table_and_leaves_no_ray_behind():
     ("both_s", "words"), [(0.5, "2. Scaling pays"), (1.2, "2. Here two workers were 0.83 times as fast")]
 )
 def test_the_demo_does_not_claim_a_gain_that_its_table_lacks(monkeypatch, both_s, words):
-    points = [SimpleNamespace(step_time_s=SimpleNamespace(value=value)) for value in (1.0, both_s)]
-    study = SimpleNamespace(curves=[SimpleNamespace(points=[SimpleNamespace(point=one) for one in points])])
+    points = [
+        SimpleNamespace(
+            point=SimpleNamespace(step_time_s=SimpleNamespace(value=value)), speedup=SimpleNamespace(value=1 / value)
+        )
+        for value in (1.0, both_s)
+    ]
+    study = SimpleNamespace(curves=[SimpleNamespace(points=points)])
     monkeypatch.setattr(demo, "equality", lambda one, two: "")
     monkeypatch.setattr(demo, "study_headline", lambda study: "")
     proof = SimpleNamespace(verdict="the same training")
