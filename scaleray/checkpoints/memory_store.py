@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import socket
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,8 +24,10 @@ from scaleray.checkpoints.retention import Retention
 from scaleray.checkpoints.storage import PIECE_BYTES, Entry, Store
 
 SCHEME = "memory://"
-TIMEOUT_S = 10.0
-"""Seconds that a holder may take for an answer."""
+TIMEOUT_S, CONNECT_S = 10.0, 2.0
+"""Seconds that a holder may take for an answer, and for a connection."""
+RETRY_S = 10.0
+"""Seconds after a failed connection before the next attempt: a lost node must not delay each request."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,7 @@ class _Link:
         self._address, self._token = (host, port), token
         self._lock = threading.Lock()
         self._stream: Any = None
+        self._failed_at = -math.inf
 
     def ask(
         self, request: dict[str, Any], content: Iterable[memoryview], into: memoryview | None
@@ -131,7 +136,7 @@ class _Link:
         with self._lock:
             try:
                 if self._stream is None:
-                    connection = socket.create_connection(self._address, timeout=TIMEOUT_S)
+                    connection = self._connected()
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     self._socket, self._stream = connection, connection.makefile("rb")
                     connection.sendall(json.dumps({"token": self._token}).encode() + b"\n")
@@ -154,6 +159,17 @@ class _Link:
             except (OSError, ValueError) as exc:  # an empty answer is no JSON
                 self._close()
                 raise OSError(f"the holder at {self._address[0]}:{self._address[1]} does not answer: {exc}") from exc
+
+    def _connected(self) -> socket.socket:
+        if time.monotonic() - self._failed_at < RETRY_S:
+            raise OSError("it did not a moment ago")
+        try:
+            connection = socket.create_connection(self._address, timeout=CONNECT_S)
+        except OSError:
+            self._failed_at = time.monotonic()
+            raise
+        connection.settimeout(TIMEOUT_S)
+        return connection
 
     def _close(self) -> None:
         if self._stream is not None:

@@ -27,6 +27,8 @@ MESSAGES = "messages"
 KINDS = {kind.__name__: kind for kind in (StepRecord, EvaluationRecord)}
 GENERATIONS = 2
 """States in memory at the same time: the last complete one, and the one that is being written."""
+LOST_PEER = "gloo/transport"
+"""Part of the message of a collective that a lost worker has ended."""
 FOR_MANIFESTS = 8 * 2**20
 """Bytes reserved for manifests, with the messages in them."""
 
@@ -45,13 +47,14 @@ class HolderPlace:
 @dataclass(frozen=True)
 class Holders:
     """The holders of a run. own: the one on this worker's node. others: finds those that exist, also on nodes without a
-    worker. recent: last messages of this worker, of which the recorder may lack some. recorded: the last step of the
-    run's record, if it may lack some."""
+    worker; it may wait for a lost node, so `known` has those of this worker's last group. recent: last messages of this
+    worker, of which the recorder may lack some. recorded: the last step of the run's record, if it may lack some."""
 
     own: HolderPlace
     others: Callable[[], list[HolderPlace]] = list
     recent: Callable[[], list[Any]] = list
     recorded: Callable[[], int] | None = None
+    known: list[HolderPlace] = field(default_factory=list)
 
 
 class MemoryCopies:
@@ -69,14 +72,14 @@ class MemoryCopies:
         emit: Callable[[CheckpointRecord | EventRecord], None],
     ) -> None:
         self.place, self.holders, self.every_steps, self.emit = place, holders, every_steps, emit
-        mine = (holders.own, holders.others() if place.rank == 0 else [])
-        gathered = place.gathered(mine)
+        gathered = place.gathered((holders.own, list(holders.known)))
         known = {own.node: own for own, _ in gathered}
+        others = {each.node: each for _, theirs in gathered for each in theirs}
+        if not others:
+            others = {e.node: e for e in place.gathered(holders.others() if place.rank == 0 else [])[0]}
         here = homes({node: own.domain for node, own in known.items()}, settings.copies)[holders.own.node]
-        stores = {
-            each.node: MemoryStore.at(each.host, each.port, each.token)
-            for each in [*known.values(), *(other for _, others in gathered for other in others)]
-        }
+        stores = {each.node: MemoryStore.at(each.host, each.port, each.token) for each in {**others, **known}.values()}
+        holders.known[:] = {**others, **known}.values()
         nearest = [*here, *(node for node in stores if node not in here)]
         self.homes = [stores[node] for node in here]
         self.generations = Generations([stores[node] for node in nearest], [stores[node] for node in known])
@@ -169,6 +172,8 @@ class MemoryCopies:
     def _report(self, message: CheckpointRecord | EventRecord) -> None:
         if isinstance(message, CheckpointRecord):
             self.num_saved += 1
+        elif LOST_PEER in message.text:
+            return  # the loss of that worker is reported by itself
         elif (reason := message.text.partition(": ")[2]) not in self._reasons:  # each of them once, not with each step
             self._reasons.add(reason)
             self.emit(dataclasses.replace(message, text=f"copies in memory: {message.text}"))

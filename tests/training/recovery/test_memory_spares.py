@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from recovering_workers import ANY, EVALUATION, FORWARD, JOINED, KEPT, STEPS, UPDATED, Fault, Outcome, train_with
 
-COPIES = {"checkpoint.memory.every": "1 step", "checkpoint.every": "4 steps"}
+COPIES = {"checkpoint.memory.every": "1 step", "checkpoint.every": "40 steps"}
 
 
 def flags_of(strategy: str) -> dict[str, object]:
