@@ -247,6 +247,7 @@ class Outcome:
     metrics: dict[int, set[tuple[Any, ...]]]
     lost: list[str]
     resumed: list[str]
+    warnings: list[str]
 
 
 def train_with(
@@ -305,4 +306,5 @@ def train_with(
             elif isinstance(each, EvaluationRecord):
                 metrics.setdefault(each.step, set()).add(tuple(sorted(each.metrics.items())))
     resumed = [m.text for m in messages if isinstance(m, EventRecord) and m.kind == "resumed"]
-    return Outcome(next(w for rank, w, _ in found if rank == 0), losses, metrics, lost, resumed)
+    warnings = [m.text for m in messages if isinstance(m, EventRecord) and m.kind == "warning"]
+    return Outcome(next(w for rank, w, _ in found if rank == 0), losses, metrics, lost, resumed, warnings)

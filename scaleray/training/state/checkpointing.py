@@ -175,6 +175,8 @@ class Checkpointing:
             else:
                 self._resume(self.resumed_from, state)
             self._measured = self._best_until(self.resumed_from.step) if self.place.rank == 0 else {}
+        elif self.joined is not None and (why := self.joined.why()):
+            self._say(f"{why}; no state was complete yet, so the training begins again")
         if self.memory is not None:
             self.memory.begin(self.resumed_from.step if self.resumed_from is not None else None)
         self.saved_at = time.monotonic()

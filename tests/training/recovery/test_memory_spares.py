@@ -41,3 +41,10 @@ def test_a_lost_part_comes_from_its_copies(faults, undisturbed, tmp_path) -> Non
     assert found.metrics == expected.metrics
     assert len(found.lost) == len(faults)
     assert all("other workers took over" in text for text in found.resumed)
+
+
+def test_a_loss_before_the_first_copies_begins_the_training_again(undisturbed, tmp_path) -> None:
+    strategy, expected = undisturbed
+    found = train_with([Fault(1, 1, FORWARD)], str(tmp_path), flags=flags_of(strategy), num_holders=2)
+    assert (found.weights, found.losses) == (expected.weights, expected.losses)
+    assert any("no state was complete yet, so the training begins again" in text for text in found.warnings)
