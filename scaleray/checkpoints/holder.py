@@ -64,10 +64,6 @@ class Holder:
         with self._lock:
             return sum(len(file.content) for file in self._files.values())
 
-    def corrupt(self, name: str, change: Callable[[bytearray], bytearray]) -> None:
-        """Replace the content of a file, for tests of damage."""
-        self._files[name].content = change(self._files[name].content)
-
     def answer(self, request: dict[str, Any], read_into: Callable[[memoryview], None]) -> tuple[dict[str, Any], Any]:
         """Answer one request; returns the answer and the bytes that follow it. read_into: fills a buffer with the bytes
         that follow the request."""

@@ -33,7 +33,7 @@ RETRY_S = 10.0
 @dataclass(frozen=True)
 class MemoryStore(Store):
     """Files that a holder has. root: `memory://HOST:PORT`. token: the holder's secret. Hashes are xxh3-128, which
-    detects damage; nobody without the secret can change the files."""
+    detects damage; the files can be changed only with the secret."""
 
     token: str = field(default="", repr=False, compare=False)
 

@@ -6,7 +6,7 @@ import contextlib
 import math
 import pickle
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -129,7 +129,7 @@ def test_states_in_memory_are_listed_and_verified_with_those_in_storage(holder, 
     assert [(row["step"], row["folder"]) for row in list_checkpoints(tmp_path)] == [(7, MEMORY), (6, MEMORY)]
     assert verify_checkpoints(tmp_path)["good"]
     name = next(name for name in holder._files if name.startswith(folder_name(7)) and not name.endswith(FILE_NAME))
-    holder.corrupt(name, lambda content: content[:-1])
+    corrupt(holder, name, lambda content: content[:-1])
     found = verify_checkpoints(tmp_path)
     assert [(one["step"], one["good"]) for one in found["checkpoints"]] == [(7, False), (6, True)]
     assert "bytes instead of" in found["checkpoints"][0]["damages"][0]["problem"]
@@ -199,6 +199,11 @@ OF_MANIFESTS = ("stale manifest", "manifest bits")
 KINDS = ("bits", "length", "stale file", "lies", "missing", *OF_MANIFESTS)
 
 
+def corrupt(holder: Holder, name: str, change: Callable[[bytearray], bytearray]) -> None:
+    """Replace the content of a file that a holder has."""
+    holder._files[name].content = change(holder._files[name].content)
+
+
 class Nothing(Catalog):
     """No checkpoints in storage."""
 
@@ -219,15 +224,15 @@ def damage(kind: str, holder: Holder, rng: random.Random) -> None:
         return changed
 
     if kind == "bits":
-        holder.corrupt(file, flipped)
+        corrupt(holder, file, flipped)
     elif kind == "length":
-        holder.corrupt(file, lambda content: content[: rng.randrange(len(content))])
+        corrupt(holder, file, lambda content: content[: rng.randrange(len(content))])
     elif kind == "stale file":
-        holder.corrupt(file, lambda content: bytearray(holder._files[older].content))
+        corrupt(holder, file, lambda content: bytearray(holder._files[older].content))
     elif kind == "stale manifest":
-        holder.corrupt(manifest, lambda content: bytearray(holder._files[f"{folder_name(6)}/{FILE_NAME}"].content))
+        corrupt(holder, manifest, lambda content: bytearray(holder._files[f"{folder_name(6)}/{FILE_NAME}"].content))
     elif kind == "manifest bits":
-        holder.corrupt(manifest, flipped)
+        corrupt(holder, manifest, flipped)
     elif kind == "missing":
         del holder._files[file]
     else:

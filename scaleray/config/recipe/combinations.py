@@ -134,7 +134,7 @@ def check_recovery(config: RunConfig, strategy: str, workers: int) -> None:
     key, value = ("recovery.spares", settings.spares) if settings.spares else ("recovery.on_loss", settings.on_loss)
     shrinks, degrees = settings.on_loss == "shrink", config.degrees(workers)
     reasons = {
-        "a single worker has nobody that could notice its loss": config.scale.max_workers == 1,
+        "no other worker could notice the loss of a single one": config.scale.max_workers == 1,
         "it is for a fixed number of workers": config.scale.is_elastic,
         "shares.by speed depends on measured times": config.shares.by == "speed",
         "memory.on_out_of_memory halve repeats steps as well": config.memory.on_out_of_memory == "halve",

@@ -1,6 +1,6 @@
 """Holders of copies in memory as Ray actors: one on each node of a run, apart from its workers.
 
-They do not belong to the job and outlive its workers and its driver; one that nobody asks for a while ends."""
+They do not belong to the job and outlive its workers and its driver; one without requests for a while ends."""
 
 from __future__ import annotations
 

@@ -375,7 +375,7 @@ class Checkpointing:
 
 
 def _new_group(place: RankContext) -> dist.ProcessGroup | None:
-    """A group of its own: its collectives run in a thread beside those of the training."""
+    """A group of its own: its collectives run in another thread than those of the training."""
     return dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if place.world_size > 1 else None
 
 

@@ -173,7 +173,7 @@ class MemoryCopies:
         if isinstance(message, CheckpointRecord):
             self.num_saved += 1
         elif LOST_PEER in message.text:
-            return  # the loss of that worker is reported by itself
+            return  # the loss of that worker has its own report
         elif (reason := message.text.partition(": ")[2]) not in self._reasons:  # each of them once, not with each step
             self._reasons.add(reason)
             self.emit(dataclasses.replace(message, text=f"copies in memory: {message.text}"))

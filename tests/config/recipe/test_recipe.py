@@ -329,7 +329,7 @@ def test_a_static_graph_is_refused_with_accumulation_and_the_advice_works():
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ({}, "a single worker has nobody"),
+        ({}, "no other worker could notice the loss"),
         ({"scale__workers": 2, "strategy__name": "fsdp"}, "under fsdp each worker has a part of the state"),
         ({"scale__workers": {"min": 2, "max": 4}, "strategy__name": "ddp"}, "a fixed number of workers"),
         ({"scale__workers": 2, "compression__name": "powersgd"}, "with compression.name each worker has a part"),
