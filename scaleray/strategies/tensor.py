@@ -59,7 +59,6 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         experts = divide_experts(model, mesh, degree) if degree > 1 else None
         notes += _shard(model, replicas, config, workload, experts)
         root = Root.over(model, replicas)
-        _ignore_known_warnings()
     else:
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -126,6 +125,7 @@ class SplitLayers:
     not fit."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) -> None:
+        _ignore_known_warnings()
         self._model, self._hooks = model, _Hooks(model)
         plan = plan_of(model, config, workload, size=mesh.size())
         self.note = f"tensor: {len(plan)} entries of the plan, each layer on {mesh.size()} workers"

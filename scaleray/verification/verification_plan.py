@@ -64,7 +64,7 @@ def make_plan(config: RunConfig, options: VerifyOptions, workload: Any, sources:
         size.num_samples,
         batch_size=batch_size,
         later_batch_size=later_size,
-        steps=options.steps,
+        steps=options.compared_steps,
         partitions=[
             Partition(world_size, -(-total // world_size // pieces))
             for total in (batch_size, later_size)
@@ -133,9 +133,9 @@ class _Trainings:
     def variant(self, spread: Spread, world_size: int, accumulation: int) -> Variant:
         """The training spread in this way. Raises ConfigError if that is impossible."""
         first = self._job(self.config, spread, world_size, accumulation)
-        own = with_rows(short_job(first, steps=self.options.steps), self.rows.epoch)
+        own = with_rows(short_job(first, steps=self.options.compared_steps), self.rows.epoch)
         later = None
-        if first.recipe.total_steps > 1 and self.options.steps > 1:
+        if first.recipe.total_steps > 1 and self.options.compared_steps > 1:
             later = self._compared(self._job(self.later_config, spread, world_size, accumulation, at_most=True))
         return Variant(
             first.recipe.strategy,
@@ -161,7 +161,7 @@ class _Trainings:
 
     def _compared(self, job: TrainJob) -> TrainJob:
         """The compared first steps of the job."""
-        short = short_job(job, steps=self.options.steps, precision=self.options.precision)
+        short = short_job(job, steps=self.options.compared_steps, precision=self.options.precision)
         # so few that a worker has a row less than another, and the last batch of some none
         return with_rows(short.changed(splits=self.splits), self.rows.epoch, evaluated=self.batch_size + 3)
 

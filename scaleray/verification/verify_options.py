@@ -21,8 +21,8 @@ class VerifyOptions:
     """Numbers of workers, separated by commas. By default 1 and 2, or 1 and the workers of one model if it is split."""
     accumulation: Numbers = "1,3"
     """Micro-batches in each worker's step, separated by commas."""
-    steps: int = 20
-    """Number of first optimizer steps to compare."""
+    steps: int | None = None
+    """Number of first optimizer steps to compare. By default 20, or 8 of each layout with --layouts all."""
     bound: float | None = None
     """Largest relative difference of a step's loss, its gradient norm and the final parameters. The default depends on
     the precision: 1e-9 in fp64, 1e-4 in fp32, 0.05 in bf16 and fp16."""
@@ -42,7 +42,7 @@ class VerifyOptions:
         for option, values in (("--world-sizes", self.sizes), ("--accumulation", self.pieces)):
             if not values or min(values) < 1:
                 raise ConfigError(option, values, "it must be whole numbers from 1, such as 1,2,4")
-        if self.steps < 1:
+        if self.compared_steps < 1:
             raise ConfigError("--steps", self.steps, "it must be at least 1")
         if self.bound is not None and not 0 <= self.bound < 1:
             raise ConfigError("--bound", self.bound, "it must be at least 0 and below 1", "1e-9 fits float64")
@@ -61,6 +61,11 @@ class VerifyOptions:
     def pieces(self) -> list[int]:
         """The numbers of micro-batches, each once, in order."""
         return sorted(set(whole_numbers("--accumulation", self.accumulation)))
+
+    @property
+    def compared_steps(self) -> int:
+        """Number of first optimizer steps to compare."""
+        return self.steps if self.steps is not None else 8 if self.layouts == "all" else 20
 
     @property
     def allowed(self) -> float:
