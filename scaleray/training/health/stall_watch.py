@@ -163,6 +163,7 @@ class StallWatch:
 
     def _begin(self) -> None:
         place = self.place
+        self.store.delete(dump_name(place.rank))  # of an earlier group with this name, which has been replaced
         if place.world_size > 1 and self.store.is_local:
             self._stacks = StackFile(
                 Path(self.store.root) / stacks_name(place.rank),

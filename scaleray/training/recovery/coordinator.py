@@ -217,7 +217,7 @@ class Coordinator:
             member.send(
                 GROUP,
                 epoch=self.epoch,
-                name=f"{self._name}-{self.epoch}",
+                name=self._name,
                 rank=rank,
                 nodes=nodes,
                 port=owned.place.port,

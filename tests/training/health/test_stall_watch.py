@@ -147,6 +147,16 @@ def test_a_lost_peer_leaves_an_account_with_the_line_of_the_collective_unless_th
     assert not fails(taken(), looks=True).is_after_error, "what was pending is known only before"
 
 
+def test_a_group_that_replaces_another_one_of_its_name_removes_the_account_of_that(tmp_path, monkeypatch):
+    monkeypatch.setenv(stall_watch.GROUP_VARIABLE, "now")
+    with pytest.raises(PeerLostError), watch_of(tmp_path, taken(), world_size=2):
+        raise PeerLostError("gone")
+    assert dump_name(0) in files(tmp_path)
+    with watch_of(tmp_path, taken(), world_size=2):
+        assert files(tmp_path) == [stacks_name(0)]
+    assert not files(tmp_path)
+
+
 def test_what_cannot_be_written_costs_nothing_and_is_said_once(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(
