@@ -13,9 +13,9 @@ from scaleray.common.watchers import Guard, Watcher
 from scaleray.recording.outbox import Outbox
 
 FLUSH_S = 1.0
-MOST_PAUSES = 5
+MOST_PAUSES = 10
 """Longest pause between two writes, in FLUSH_S: the points wait for it."""
-FLUSH_SHARE = 0.01
+FLUSH_SHARE = 0.005
 """Share of the time for writes, which take the cores of the training: a batch of points takes MLflow 20 to 40 ms."""
 STALLED_S = 1800.0
 """Seconds for one write to MLflow, which may be the upload of a large model; every other request has its own time
