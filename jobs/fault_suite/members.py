@@ -36,6 +36,7 @@ from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.checkpointing import Checkpointing
 from scaleray.training.state.live_state import LiveState
+from scaleray.training.state.memory_copies import HolderPlace, Holders
 
 TOKEN, LOOPBACK = "faults", "127.0.0.1"
 FORWARD, BUCKETS, SUMS, UPDATE, KEPT, EVALUATION, CHECKPOINT, JOINED = range(8)
@@ -47,7 +48,8 @@ SLOTS, FREE = 2, -1.0
 @dataclass(frozen=True)
 class Size:
     """A training. silent_s: see `recovery.silent_s`; timeout_s: see `scale.collective_timeout_s`. links: whether each
-    process has a network of its own."""
+    process has a network of its own. strategy: with another one than ddp, `holders` keep copies of the state after each
+    step. pause_s: of each step, for computing that takes no core. width: of the network. rows: of a rank in a step."""
 
     steps: int = 400
     ranks: int = 3
@@ -57,6 +59,11 @@ class Size:
     evaluation_every: int | None = 20
     checkpoint_every: int | None = 25
     links: bool = False
+    strategy: str = "ddp"
+    pause_s: float = 0.0
+    width: int = 512
+    rows: int = 32
+    holders: tuple[HolderPlace, ...] = ()
 
 
 class Traps:
@@ -92,8 +99,10 @@ class Traps:
 class Network(scaleray.Workload):
     """Classification of fixed random rows, with dropout and BatchNorm; 0.6 million parameters, in two buckets of DDP."""
 
-    def __init__(self, reach: Callable[[int], None] = lambda point: None, width: int = 512) -> None:
-        self.reach, self.width = reach, width
+    def __init__(
+        self, reach: Callable[[int], None] = lambda point: None, width: int = 512, pause_s: float = 0.0
+    ) -> None:
+        self.reach, self.width, self.pause_s = reach, width, pause_s
         self.step_callbacks: list[Any] = []
 
     def build_model(self) -> nn.Module:
@@ -112,6 +121,7 @@ class Network(scaleray.Workload):
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         self.reach(FORWARD if model.training else EVALUATION)
+        time.sleep(self.pause_s)
         return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"])
 
     def callbacks(self) -> list[Any]:
@@ -190,11 +200,14 @@ class Worker:
         live.__class__, live.reach = TrappedState, self.reach  # type: ignore[attr-defined]
         if group.epoch > 1:
             self.reach(JOINED)
-        workload = Network(self.reach)
+        workload = Network(self.reach, self.size.width, self.size.pause_s)
         workload.step_callbacks = [Steps(self.send)]
         job, sources = _job(self.size, workload)
         place = RankContext(group.rank, group.world_size, group.local_rank, group.local_world_size)
-        saves = TrappedCheckpointing(job, place, Catalog.of_run(self.folder), emit=self._emit, live=live)
+        places = self.size.holders
+        holders = Holders(places[self.number % len(places)], lambda: list(places)) if places else None
+        catalog = Catalog.of_run(self.folder)
+        saves = TrappedCheckpointing(job, place, catalog, emit=self._emit, live=live, holders=holders)
         saves.reach = self.reach
         loop.run(job, place, sources=sources, emit=self._emit, checkpointing=saves, save_weights=self._keep_weights)
         return group.rank
@@ -250,13 +263,14 @@ def enter(size: Size, pipe: Any, log: Path) -> None:
 def _job(size: Size, workload: Network) -> tuple[TrainJob, dict[str, Any]]:
     settings = {
         "workload.name": "members:Network",
-        "batch.global_size": 96,
+        "batch.global_size": size.rows * size.ranks,
         "optimizer.learning_rate": 1e-3,
         "stop.after": f"{size.steps} steps",
         "scale.workers": size.ranks,
         "scale.gpus_per_worker": 0,
         "scale.collective_timeout_s": size.timeout_s,
-        "strategy.name": "ddp",
+        "strategy.name": size.strategy,
+        "checkpoint.memory.every": "1 step" if size.holders else None,
         "deterministic": True,
         "tracking.system_metrics": False,
         "checkpoint.every_minutes": None,

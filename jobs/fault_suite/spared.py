@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from fault_suite.links import Links
-from fault_suite.members import LOOPBACK, Size, Traps, run_coordinator, run_worker
+from fault_suite.members import LOOPBACK, TOKEN, Size, Traps, run_coordinator, run_worker
+from scaleray.checkpoints.holder import Holder
 from scaleray.training.recovery.member import EXIT_CODE
+from scaleray.training.state.memory_copies import HolderPlace
 
 COORDINATOR = 0
 STILL_S = 90.0
@@ -31,7 +34,9 @@ class SparedTraining:
     """Processes of one training, and everything that they report. links: network with a link for each process."""
 
     def __init__(self, size: Size, folder: Path, links: Links | None = None) -> None:
-        self.size, self.folder, self.links = size, folder, links
+        held = [Holder(LOOPBACK, TOKEN) for _ in range(2 if size.strategy != "ddp" else 0)]
+        places = [HolderPlace(f"node{i}", f"node{i}", LOOPBACK, holder.port, TOKEN) for i, holder in enumerate(held)]
+        self.size, self.folder, self.links = dataclasses.replace(size, holders=tuple(places)), folder, links
         os.environ["PYTHONPATH"] = os.pathsep.join(
             [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         )
@@ -119,6 +124,11 @@ class SparedTraining:
             number = pipes[pipe]
             if number in self.running and self.running[number][1] is pipe:
                 self._receive(number, pipe)
+
+    @property
+    def training_s(self) -> float:
+        """Seconds from the end of the first step to that of the last one."""
+        return max(self.ended.values()) - min(self.ended.values())
 
     @property
     def step_s(self) -> float:
