@@ -14,18 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
+from scaleray.common.memory_limits import free_memory
 
 LONGEST_LINE = 2**16
 PUT, GET, LIST, DELETE, DROP, RESERVE = "put", "get", "list", "delete", "drop", "reserve"
 """Requests: store a file, part of a file, list a folder, remove a file, remove a folder, ask for memory."""
 MISSING = "missing"
 """Kind of the error for a file that is not held."""
-CGROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
-"""Files with the limit and the use of memory of this container."""
+REUSED_FROM = 2**20
+"""Bytes of a file from which on its buffer is used again: the system gives small ones from memory that it has."""
 LEFT_FREE = 0.1
 """Share of the free memory that is never given to copies."""
 
@@ -33,6 +30,7 @@ LEFT_FREE = 0.1
 @dataclass
 class _File:
     content: bytearray
+    is_read: bool = False
     changed_at: float = field(default_factory=time.time)
 
 
@@ -46,6 +44,8 @@ class Holder:
         self.token, self.asked_at = token, time.monotonic()
         self._files: dict[str, _File] = {}
         self._reserved: dict[str, int] = {}
+        self._free: list[bytearray] = []
+        """Buffers of removed files, for later ones: the system takes as long to give new memory as to fill it."""
         self._lock = threading.Lock()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         server = type("Server", (socketserver.ThreadingTCPServer,), {"address_family": family, "daemon_threads": True})
@@ -73,8 +73,9 @@ class Holder:
         if kind == GET:
             with self._lock:
                 file = self._files.get(name)
-            if file is None:
-                return {"error": f"{name} is not held", "why": MISSING}, b""
+                if file is None:
+                    return {"error": f"{name} is not held", "why": MISSING}, b""
+                file.is_read = True
             start, length = request["start"], request["length"]
             part = memoryview(file.content)[start : None if length is None else start + length]
             return {"length": len(part)}, part
@@ -86,42 +87,42 @@ class Holder:
             if kind == RESERVE:
                 return self._reserve(name, request["length"]), b""
             for each in [n for n in self._files if n == name or (kind == DROP and n.startswith(f"{name}/"))]:
-                del self._files[each]
+                self._remove(each)
             return {}, b""
 
     def _put(self, name: str, length: int, read_into: Callable[[memoryview], None]) -> dict[str, Any]:
         with self._lock:
             held = sum(len(file.content) for known, file in self._files.items() if known != name)
             limit = sum(self._reserved.values())
-        if held + length > limit:
-            return {"error": f"the memory for copies is full: {held} of {limit} bytes are in use, {length} are to come"}
-        content = bytearray(length)
+            if held + length > limit:
+                full = f"{held} of {limit} bytes are in use, {length} are to come"
+                return {"error": f"the memory for copies is full: {full}"}
+            fitting = next((index for index, buffer in enumerate(self._free) if len(buffer) == length), None)
+            content = self._free.pop(fitting) if fitting is not None else None
+            if content is None and held + length + sum(map(len, self._free)) > limit:
+                self._free.clear()
+        content = bytearray(length) if content is None else content
         read_into(memoryview(content))
         with self._lock:
+            self._remove(name)
             self._files[name] = _File(content)
         return {}
+
+    def _remove(self, name: str) -> None:
+        file = self._files.pop(name, None)
+        # a reader may still send the bytes of one
+        if file is not None and not file.is_read and len(file.content) >= REUSED_FROM:
+            self._free.append(file.content)
 
     def _reserve(self, owner: str, num_bytes: int) -> dict[str, Any]:
         """Promise memory to an owner, in the place of what it had, if there is enough."""
         others = sum(length for name, length in self._reserved.items() if name != owner)
-        held = sum(len(file.content) for file in self._files.values())
+        held = sum(map(len, [*(file.content for file in self._files.values()), *self._free]))
         free = int((1 - LEFT_FREE) * free_memory()) + held - others
         if num_bytes > free:
             return {"free": max(0, free)}
         self._reserved[owner] = num_bytes
         return {}
-
-
-def free_memory() -> int:
-    """Bytes of memory that this process may still use, by its machine and its container."""
-    free = float(psutil.virtual_memory().available)
-    for limit, used in CGROUP_FILES:
-        try:
-            with open(limit) as most, open(used) as now:
-                free = min(free, float(most.read()) - float(now.read()))
-        except (OSError, ValueError):  # there is no such file, or no limit: "max"
-            continue
-    return int(free)
 
 
 def _handler_of(holder: Holder) -> type[socketserver.StreamRequestHandler]:

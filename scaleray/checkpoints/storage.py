@@ -74,9 +74,9 @@ class Store:
         """Full path of a file for display, without a password."""
         return without_password(self.child(name).root)
 
-    def write(self, name: str, pieces: Iterable[Any]) -> tuple[str, int]:
+    def write(self, name: str, pieces: Iterable[Any], *, known: str = "") -> tuple[str, int]:
         """Write buffers in sequence; return the SHA-256 of the whole in hex, and the number of bytes. The file is
-        finally flushed to the disk.
+        finally flushed to the disk. known: the hash, if another store of this class has computed it.
 
         A local file appears once it is completely written, an object once its upload is complete. An existing file is
         replaced.
@@ -87,10 +87,11 @@ class Store:
                 view = memoryview(piece).cast("B")
                 for start in range(0, len(view), PIECE_BYTES):
                     part = view[start : start + PIECE_BYTES]
-                    digest.update(part)
+                    if not known:
+                        digest.update(part)
                     stream.write(part)
                 length += len(view)
-        return digest.hexdigest(), length
+        return known or digest.hexdigest(), length
 
     def write_text(self, name: str, text: str) -> None:
         """Write a small file."""

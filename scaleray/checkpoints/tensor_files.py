@@ -76,10 +76,12 @@ def write_tensors(
 def write_all(stores: list[Store], file: str, contents: Callable[[], Iterator[Any]]) -> tuple[StoredFile, list[str]]:
     """Write a file to every store; also return the errors of some. Raises OSError if no store accepts it."""
     stored: StoredFile | None = None
+    hashes: dict[type[Store], str] = {}
     failed: list[OSError] = []
     for store in stores:
         try:
-            stored = StoredFile(*store.write(file, contents()))
+            stored = StoredFile(*store.write(file, contents(), known=hashes.get(type(store), "")))
+            hashes[type(store)] = stored.sha256
         except OSError as exc:
             failed.append(exc)
     if stored is None:

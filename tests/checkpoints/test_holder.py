@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import pickle
 import random
@@ -21,6 +22,7 @@ from scaleray.checkpoints.memory_store import Generations, MemoryStore, homes
 from scaleray.checkpoints.retention import Retention
 from scaleray.checkpoints.saver import Saver
 from scaleray.checkpoints.storage import Store
+from scaleray.checkpoints.tensor_files import write_all
 from scaleray.launch.cluster import connection
 from scaleray.models.stored_checkpoints import MEMORY, list_checkpoints, verify_checkpoints
 from scaleray.records.run_record import EventRecord, StepRecord
@@ -75,6 +77,35 @@ def test_a_holder_is_a_store_like_any_other(holder, tmp_path):
     assert [entry.name for entry in stores[0].entries("")] == ["one/file"]
     assert pickle.loads(pickle.dumps(stores[0])).read("one/file") == b"abcd"
     assert SECRET not in repr(stores[0])
+
+
+def test_the_buffer_of_a_removed_file_is_used_again_unless_it_was_read(holder):
+    store = store_of(holder)
+    store.reserve("a worker", 3 * MIB)
+    store.write("one", [b"1" * MIB])
+    buffer = holder._files["one"].content
+    store.delete("one")
+    store.write("two", [b"2" * MIB])
+    assert holder._files["two"].content is buffer
+    assert store.read("two") == b"2" * MIB
+    store.delete_folder("two")
+    store.write("three", [b"3" * MIB])
+    assert holder._files["three"].content is not buffer, "its bytes may still be on the way to the reader"
+    store.write("three", [b"4" * MIB])
+    store.write("four", [b"5" * (2 * MIB)])  # the buffer of the first version of "three" makes room
+    assert not holder._free
+    assert store.read("three") == b"4" * MIB
+
+
+def test_a_file_is_hashed_once_for_all_stores_of_a_class(holder, tmp_path, monkeypatch):
+    stores = [store_of(holder), Store(str(tmp_path / "one")), Store(str(tmp_path / "two"))]
+    stores[0].reserve("a worker", MIB)
+    hashed, sha256 = [], hashlib.sha256
+    monkeypatch.setattr("scaleray.checkpoints.storage.hashlib.sha256", lambda: hashed.append(sha256()) or hashed[-1])
+    stored, problems = write_all(stores, "file", lambda: iter([b"ab", b"cd"]))
+    assert stored.sha256 == sha256(b"abcd").hexdigest() == hashed[0].hexdigest()
+    assert hashed[1].hexdigest() == sha256().hexdigest()
+    assert not problems and all(store.read("file") == b"abcd" for store in stores)
 
 
 def test_a_holder_answers_nobody_without_its_secret_and_takes_no_more_than_was_reserved(holder):

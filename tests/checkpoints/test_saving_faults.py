@@ -24,7 +24,7 @@ WRITE = Store.write
 def refusing(matches):
     """Store.write that raises for the names that match."""
 
-    def write(self, name, pieces):
+    def write(self, name, pieces, *, known=""):
         if matches(self.path(name)):
             raise FULL
         return WRITE(self, name, pieces)

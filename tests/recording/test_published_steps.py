@@ -38,7 +38,7 @@ class Counting(Store):
                 raise KeyboardInterrupt
             self.left[0] -= 1
 
-    def write(self, name, pieces):
+    def write(self, name, pieces, *, known=""):
         pieces = list(pieces)
         self._act()
         self.sent.append((name, sum(map(len, pieces))))

@@ -9,6 +9,7 @@ import numpy as np
 import psutil
 import torch
 
+from scaleray.common.memory_limits import container_memory
 from scaleray.common.watchers import Guard, Watcher
 from scaleray.profiling.run_profile import STEP
 from scaleray.records.live_state import RecentSteps
@@ -25,7 +26,6 @@ TOLD_EVERY_S = 1.0
 SAMPLES_A_SECOND = 50.0
 """Most samples that all workers together send to the recorder."""
 MEMORY_KINDS = ("peak", "resident", "rounding", "cached", "stranded", "largest_hole")
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 class RankSamples(Observer):
@@ -140,13 +140,4 @@ def memory_limit(device: torch.device) -> int | None:
     """Memory limit of this worker in bytes: that of its GPU, its container or the machine."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    limits = [int(psutil.virtual_memory().total)]
-    for path in CGROUP_LIMITS:
-        try:
-            with open(path) as file:
-                text = file.read().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limits.append(int(text))
-    return min(limits)
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in container_memory())])
