@@ -37,19 +37,19 @@ class _File:
 class Holder:
     """Files by name, in this process's memory, at most as many bytes as were reserved.
 
-    host: address of this machine for the clients. token: secret that each of them must send. The files live until
-    `close` or the end of the process."""
+    host: address of this machine for the clients. token: secret that each of them must send. port: 0 takes any. The
+    files live until `close` or the end of the process."""
 
-    def __init__(self, host: str, token: str) -> None:
+    def __init__(self, host: str, token: str, port: int = 0) -> None:
         self.token, self.asked_at = token, time.monotonic()
         self._files: dict[str, _File] = {}
         self._reserved: dict[str, int] = {}
         self._free: list[bytearray] = []
         """Buffers of removed files, for later ones: the system takes as long to give new memory as to fill it."""
         self._lock = threading.Lock()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        server = type("Server", (socketserver.ThreadingTCPServer,), {"address_family": family, "daemon_threads": True})
-        self._server = server((host, 0), _handler_of(self))
+        settings = {"address_family": family_of(host), "daemon_threads": True, "allow_reuse_address": True}
+        server = type("Server", (socketserver.ThreadingTCPServer,), settings)
+        self._server = server((host, port), _handler_of(self))
         self.port: int = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, name="scaleray-holder", daemon=True).start()
 
@@ -123,6 +123,11 @@ class Holder:
             return {"free": max(0, free)}
         self._reserved[owner] = num_bytes
         return {}
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Family of an address."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _handler_of(holder: Holder) -> type[socketserver.StreamRequestHandler]:

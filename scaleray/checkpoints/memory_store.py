@@ -57,6 +57,7 @@ class MemoryStore(Store):
     def reserve(self, owner: str, num_bytes: int) -> int | None:
         """Reserve memory for an owner's files. Returns None, or the number of free bytes if they do not suffice."""
         free: int | None = self._ask(RESERVE, name=owner, length=num_bytes)[0].get("free")
+        self._link.reserved = (owner, num_bytes) if free is None else None
         return free
 
     def write(self, name: str, pieces: Iterable[Any], *, known: str = "") -> tuple[str, int]:
@@ -125,6 +126,8 @@ class _Link:
     def __init__(self, host: str, port: int, token: str) -> None:
         self._address, self._token = (host, port), token
         self._lock = threading.Lock()
+        self.reserved: tuple[str, int] | None = None
+        """Owner and bytes of the reservation, for a holder that takes the place of the one that made it."""
         self._stream: Any = None
         self._failed_at = -math.inf
 
@@ -140,6 +143,10 @@ class _Link:
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     self._socket, self._stream = connection, connection.makefile("rb")
                     connection.sendall(json.dumps({"token": self._token}).encode() + b"\n")
+                    if self.reserved is not None:
+                        again = {"kind": RESERVE, "name": self.reserved[0], "length": self.reserved[1]}
+                        connection.sendall(json.dumps(again).encode() + b"\n")
+                        self._stream.readline()
                 self._socket.sendall(json.dumps(request).encode() + b"\n")
                 for view in content:
                     self._socket.sendall(view)

@@ -79,6 +79,23 @@ def test_a_holder_is_a_store_like_any_other(holder, tmp_path):
     assert SECRET not in repr(stores[0])
 
 
+def test_a_holder_that_takes_the_place_of_another_one_has_its_clients_and_their_reservations(holder, monkeypatch):
+    monkeypatch.setattr("scaleray.checkpoints.memory_store.RETRY_S", 0.0)
+    store = store_of(holder)
+    store.reserve("a worker", MIB)
+    store.write("one", [b"1"])
+    holder.close()
+    store._link._close()
+    with pytest.raises(OSError, match="does not answer"):
+        store.write("two", [b"2"])
+    successor = Holder("127.0.0.1", SECRET, holder.port)
+    store.write("three", [b"3" * (MIB - 1)])
+    assert store.names() == ["three"]
+    with pytest.raises(OSError, match="is full"):
+        store.write("four", [b"44"])
+    successor.close()
+
+
 def test_the_buffer_of_a_removed_file_is_used_again_unless_it_was_read(holder):
     store = store_of(holder)
     store.reserve("a worker", 3 * MIB)

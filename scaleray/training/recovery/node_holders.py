@@ -5,13 +5,14 @@ They do not belong to the job and outlive its workers and its driver; one withou
 from __future__ import annotations
 
 import hashlib
-import os
 import secrets
+import socket
 import sys
 import threading
 import time
 from typing import Any
 
+from scaleray.checkpoints.holder import family_of
 from scaleray.checkpoints.memory_store import MemoryStore
 from scaleray.checkpoints.storage import Store
 from scaleray.training.state.memory_copies import HolderPlace
@@ -31,11 +32,13 @@ def holder_here(run_path: str, *, label: str) -> HolderPlace:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     class MemoryHolder:
-        def __init__(self, node: str, domain: str) -> None:
+        def __init__(self, node: str, domain: str, host: str, port: int, token: str) -> None:
             from scaleray.checkpoints.holder import Holder
 
-            host, token = ray.util.get_node_ip_address(), secrets.token_urlsafe(32)
-            self._holder = Holder(host, token)
+            try:  # Ray starts it again with the same arguments if its process is lost: clients find it where it was
+                self._holder = Holder(host, token, port)
+            except OSError:
+                self._holder = Holder(host, token)
             self._place = HolderPlace(node, domain, host, self._holder.port, token)
             threading.Thread(target=self._end_unused, daemon=True).start()
 
@@ -45,9 +48,12 @@ def holder_here(run_path: str, *, label: str) -> HolderPlace:
         def _end_unused(self) -> None:
             while time.monotonic() - self._holder.asked_at < KEPT_S:
                 time.sleep(10.0)
-            os._exit(0)
+            ray.kill(ray.get_runtime_context().current_actor)
 
-    context = ray.get_runtime_context()
+    context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
+    with socket.socket(family_of(host)) as free:
+        free.bind((host, 0))
+        port = free.getsockname()[1]
     node = context.get_node_id()
     domain = node if label == "node" else str(context.get_node_labels().get(label, node))
     environment: dict[str, Any] = {}
@@ -60,11 +66,12 @@ def holder_here(run_path: str, *, label: str) -> HolderPlace:
             namespace=NAMESPACE,
             get_if_exists=True,
             lifetime="detached",
+            max_restarts=-1,
             num_cpus=0,
             runtime_env=environment or None,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
-        .remote(node, domain)
+        .remote(node, domain, host, port, secrets.token_urlsafe(32))
     )
     place: HolderPlace = ray.get(actor.place.remote(), timeout=READY_S)
     return place
