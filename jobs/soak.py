@@ -2,7 +2,7 @@
 
 python jobs/soak.py --minutes 60 [--every 30] [--seed 0] [--json FILE]
 
-A spare replaces a worker that is killed or stopped every --every seconds, while the training evaluates, keeps copies in memory
+Every --every seconds a worker is killed or stopped, and replaced by a spare, or a holder of copies is killed, while the training evaluates, keeps copies in memory
 and writes checkpoints. Memory, open files, threads and sockets of each kind of process, files of the run's folder and rows of
 MLflow a step are sampled; each must be flat after the first third by a test of trend. Exit code 1 if one grows, if a step is
 missing or recorded twice, or if the training ends in another way than by its last step.
@@ -43,8 +43,8 @@ GROWTH = 0.05
 """Growth from the beginning to the end of the tested part, as a share, that is too much."""
 LEAST = {"MiB": 10.0, "files": 4.0, "threads": 4.0, "sockets": 4.0, "files of the run": 4.0, "rows a step": 0.1}
 """Growth that is too small to count: a process holds a few more or less at any moment."""
-PAUSE_S, STEP_S = 0.15, 0.19
-"""Pause in each step, and a whole step on quiet cores, which decides the number of steps."""
+PAUSE_S = 0.15
+"""Pause in each step."""
 NAMES = {
     "Worker": "worker",
     "Holder": "holder",
@@ -100,9 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the training and print the table of trends; 0 if nothing grew and no step was lost."""
     from fault_suite.cluster import local_nodes
     from fault_suite.run import Failed, Run, Size
+    from fault_suite.workload import STOP
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=60.0, help="about the length of the training")
+    parser.add_argument("--minutes", type=float, default=60.0, help="length of the training")
     parser.add_argument("--every", type=float, default=30.0, help="seconds between two faults")
     parser.add_argument("--seed", type=int, default=0, help="decides victims, kinds and moments")
     parser.add_argument("--json", type=Path, help="write all samples and trends to this file")
@@ -115,23 +116,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "schedule.name": "constant",
         "data.reserved_cpus": 0,
     }
-    steps = max(60, round(60 * options.minutes / STEP_S))
     struck: Counter[str] = Counter()
     series: dict[str, list[tuple[float, float]]] = defaultdict(list)
     busy_s = _busy_s()
     with local_nodes() as nodes:
-        run = Run(folder, nodes.environment(), Size(steps=steps, checkpoint_every=300, pause_s=PAUSE_S), settings)
+        run = Run(folder, nodes.environment(), Size(steps=10**7, checkpoint_every=300, pause_s=PAUSE_S), settings)
         try:
             run.start()
             run.wait_for(lambda: run.step() >= 5, "the fifth step", seconds=300)
             began, next_fault = time.monotonic(), options.every
             while run.driver is not None and run.driver.poll() is None:
                 now = time.monotonic() - began
-                step = run.step()
-                if now >= next_fault and 5 < step < steps - 200:
+                if now >= 60 * options.minutes:
+                    (run.diary / STOP).touch()
+                elif now >= next_fault:
                     struck[_strike(run, draw)] += 1
                     next_fault = now + options.every * draw.uniform(0.5, 1.5)
-                if step < steps - 20:
+                else:
                     _sample(run, series, now)
                 time.sleep(SAMPLE_S)
             record = run.finish()
@@ -163,13 +164,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _strike(run: Any, draw: random.Random) -> str:
-    """Kill or stop the process of a random rank, after a random part of a step."""
+    """Kill or stop the process of a random rank, after a random part of a step, or kill a holder of copies."""
     process = draw.choice(list(run.workers().values())).process
-    kind = draw.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
+    what, kind = draw.choice(
+        (
+            *3 * (("worker killed", signal.SIGKILL),),
+            ("worker stopped", signal.SIGSTOP),
+            ("holder killed", signal.SIGKILL),
+        )
+    )
+    if what.startswith("holder"):
+        process = draw.choice([p.pid for p in psutil.Process().children(recursive=True) if _kind(p, run) == "holder"])
     time.sleep(draw.uniform(0.0, PAUSE_S))
     with contextlib.suppress(ProcessLookupError):
         os.kill(process, kind)
-    return kind.name
+    return what
 
 
 def _sample(run: Any, series: dict[str, list[tuple[float, float]]], at: float) -> None:

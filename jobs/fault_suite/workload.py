@@ -6,20 +6,34 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from scaleray import Workload
+from scaleray import Callback, Workload
+
+STOP = "stop"
+
+
+class StopIfAsked(Callback):
+    """Ends the training once a file exists."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_step(self, run: Any) -> None:
+        if self.file.exists():
+            run.stop()
 
 
 class Recorded(Workload):
     """Classification with dropout and BatchNorm, so that every kind of state matters to the bits of the result.
 
     folder: for the diaries, one file a process, a line for every step before its backward pass. A file `hang-RANK` there makes that
-    rank hang in its next step. pause_s: length of a step, long enough for a fault to hit a chosen one. plain: neither
+    rank hang in its next step, and a file `stop` ends the training. pause_s: length of a step, long enough for a fault to hit a chosen one. plain: neither
     dropout nor BatchNorm, so that the result does not depend on the number of workers beyond rounding.
     """
 
@@ -57,6 +71,9 @@ class Recorded(Workload):
         if model.training:  # used is what has gradients: the look at the first batch has none
             total.register_hook(lambda gradient: self._note_step(batch["id"].tolist()))
         return total, len(batch["label"])
+
+    def callbacks(self) -> list[Callback]:
+        return [StopIfAsked(Path(self.folder, STOP))]
 
     def state_dict(self) -> dict[str, int]:
         return {"steps": self.steps}
