@@ -1,7 +1,7 @@
 """The function that Ray Train runs on every worker, and its input, as the driver sends them.
 
-The driver and Ray Train's controller, which call none of the training's code, import this module: the code itself, with
-torch's compiler, takes more than a second."""
+The driver and Ray Train's controller import this module but not the training's code, whose import, with torch's
+compiler, takes over a second."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ class Assignment:
     published_as: tuple[str, str] | None = None
     """Name and id of the run in the metrics of Ray's nodes; None if the nodes publish none."""
     can_be_preempted: bool = False
-    """Whether the cluster may announce that it will remove a node."""
+    """Whether the cluster may announce the removal of a node."""
     coordinator: Any = None
     """Handle of the actor that replaces lost workers, see `launch/workers/coordinator_actor.py`; None without
     spares."""
 
 
 def train_worker(config: dict[str, Any]) -> WorkerSummary | None:
-    """Entry point of one Ray Train worker; `config["task"]` is a reference to an Assignment. None from a spare."""
+    """Entry point of one Ray Train worker; `config["task"]` is a reference to an Assignment. Returns None on a
+    spare."""
     from scaleray.training.worker import train
 
     return train(config)

@@ -27,10 +27,9 @@ SCALING = ("on_epoch_start", "on_step", "on_evaluation_start", "on_evaluation", 
 
 
 class RunContext(Logger):
-    """Context passed to a callback: the progress of the training, its model, and the requests that it may make. step:
-    number of optimizer steps taken. epoch: passes over the training data, with fraction. metrics: by name, as in
-    MLflow: of the step in `on_step`, of the last evaluation elsewhere. rank, world_size: of this worker.
-    """
+    """Context passed to a callback: the training's progress, its model, and the requests that a callback may make.
+    step: number of optimizer steps taken. epoch: passes over the training data, as a fraction. metrics: by name as in
+    MLflow; in `on_step` those of the step, elsewhere those of the last evaluation. rank, world_size: of this worker."""
 
     def __init__(self, place: RankContext, emit: Emit, setup: Setup) -> None:
         super().__init__(emit, is_kept=place.rank == 0)
@@ -44,7 +43,8 @@ class RunContext(Logger):
 
     @property
     def model(self) -> nn.Module:
-        """The model as `build_model` made it; under strategies that shard it, this worker's part. See `on_model`."""
+        """The model as `build_model` made it; under strategies that shard it, only this worker's part. See
+        `on_model`."""
         return self._setup.parallel.module
 
     def on_model(self, compute: Callable[[nn.Module], Any]) -> Any:
@@ -59,7 +59,7 @@ class RunContext(Logger):
                 part.training = was_training
 
     def sums(self, own: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
-        """(sum, count) over all workers, by name, of each worker's own values. Collective."""
+        """(sum, count) by name, added up over the values of all workers. Collective."""
         return self._sums(own)
 
     def gather(self, value: Any) -> list[Any]:
@@ -67,25 +67,25 @@ class RunContext(Logger):
         return self._place.gathered(value)
 
     def stop(self, reason: str) -> None:
-        """Request the end of the training. Any worker may do so; all end after the same step, at most one step
-        later."""
+        """Request the end of the training. Any worker may call this; all workers end after the same step, at most one
+        step later."""
         self._wish = reason
 
     def scale_learning_rate(self, factor: float) -> None:
-        """Multiply the rates of all parameter groups by `factor` from the next step on (on a GPU two steps later in
-        `on_step`), on top of the schedule and of earlier factors. All workers must make the same request, which is
-        checked. Checkpoints hold the factor."""
+        """Multiply the rates of all parameter groups by `factor` from the next step on (on a GPU, two steps later if
+        called in `on_step`), on top of the schedule and of earlier factors. All workers must make the same request,
+        which is checked. Checkpoints hold the factor."""
         if not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
             raise WorkloadError("the factor of scale_learning_rate()", factor, "it must be a number above 0")
         if self._hook not in SCALING:
-            allowed = f"only {', '.join(SCALING)} may call it: they run at the same steps after an interruption too"
+            allowed = f"only {', '.join(SCALING)} may call it, because they run at the same steps after an interruption"
             raise WorkloadError.problem("scale_learning_rate()", f"was called in {self._hook}(): {allowed}")
         ahead = self.steps_ahead if self._hook == "on_step" else 0
         self._setup.rate_scale.change(float(factor), first_step=self.step + ahead + 1)
 
 
 class Callbacks:
-    """Calls a workload's callbacks; without any it does nothing. emit: receives what they log."""
+    """Calls the callbacks of a workload; does nothing if there are none. emit: receives what they log."""
 
     def __init__(self, workload: Any, place: RankContext, emit: Emit) -> None:
         self.place, self.emit = place, emit
@@ -101,13 +101,13 @@ class Callbacks:
             self.context.steps_ahead = self.steps_ahead
 
     def has(self, hook: str) -> bool:
-        """Whether any callback has this hook, other than the base class's."""
+        """Whether any callback overrides this hook of the base class."""
         idle = getattr(Callback, hook)
         found = (getattr(each, hook, None) for each in self.callbacks)
         return any(callable(call) and getattr(call, "__func__", None) is not idle for call in found)
 
     def started(self, step: int, epoch: float, metrics: Mapping[str, float]) -> None:
-        """Call `on_begin`: everything is restored, and the next step is the first."""
+        """Call `on_begin`, after everything has been restored and before the first step."""
         self._call("on_begin", step=step, epoch=epoch, metrics=metrics)
 
     def after_step(self, taken: StepRecord) -> None:
@@ -148,15 +148,15 @@ class Callbacks:
         self._call("on_end", metrics=metrics)
 
     def signals(self) -> tuple[float, ...]:
-        """Signals that the ranks share with every step: whether a callback requests the end, and the requested learning
+        """Signals that the ranks share in every step: whether a callback requests the end, and the requested learning
         rate."""
         if self.context is None:
             return ()
         return (float(self.context._wish is not None), *self.context._setup.rate_scale.signals())
 
     def check_rates(self, sums: tuple[float, ...]) -> tuple[float, ...]:
-        """The sums of a step's signals, which end with those of `signals`, without the signals of the learning rate.
-        Raises WorkloadError on every worker if the requests differ."""
+        """Return the sums of a step's signals without those of the learning rate, which come last. Raises WorkloadError
+        on every worker if the requests for it differ."""
         if not sums or self.context is None:
             return sums
         *others, code, square = sums
@@ -169,11 +169,11 @@ class Callbacks:
         return tuple(others)
 
     def _share(self) -> tuple[float, ...]:
-        """The sums of `signals` over all ranks, between two steps. Collective."""
+        """Sum `signals` over all ranks, between two steps. Collective."""
         return self.check_rates(tuple(self.place.all_reduce(list(self.signals()))))
 
     def verdict(self, signals: tuple[float, ...]) -> str | None:
-        """Reason for ending the training, after a step in which the ranks shared it. Collective."""
+        """Reason for ending the training, after a step in which a rank requested it. Collective."""
         return self._agreed() if self.callbacks and signals and signals[-1] > 0 else None
 
     @property
@@ -194,8 +194,8 @@ class Callbacks:
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore the callbacks from the states of all workers, in the order of ranks. A callback without a saved state
-        starts from scratch. On another number of workers each callback converts the states itself, or gets rank 0's.
-        """
+        starts from scratch. If the number of workers has changed, each callback converts the states itself or gets the
+        state of rank 0."""
         if self.context is None or not states or not states[0]:
             return
         self.context.logged_bytes = states[0].get("logged_bytes", 0)
@@ -236,21 +236,21 @@ class Callbacks:
                     raise WorkloadError(
                         f"the learning rate after {hook}() of callback {type(each).__name__}",
                         now[0],
-                        "the schedule sets the rate of every step, and the next one would undo it",
+                        "the schedule sets the rate in every step, which would undo this change",
                         "call run.scale_learning_rate(factor), or return a schedule from schedule()",
                     )
                 self._check_code(each, hook, forwards, first_hook)
 
     def _check_code(self, callback: Callback, hook: str, forwards: Mapping[str, Any], first_hook: int) -> None:
-        """Refuse a `forward` that a callback has replaced, and warn once about hooks that it leaves on the model."""
+        """Raise an error if a callback replaced a `forward`, and warn once about hooks that it leaves on the model."""
         assert self.context is not None
         where, now = f"after {hook}() of callback {type(callback).__name__}", _forwards(self.context.model)
         if now != forwards:
             name = next(name for name in {**now, **forwards} if now.get(name) != forwards.get(name))
             raise WorkloadError.problem(
                 f"forward() of {f'the module {name}' if name else 'the model'}",
-                f"was replaced {where}: resumed runs and evaluations use that of build_model()",
-                "let forward() decide by an attribute of the module, which is saved",
+                f"was replaced {where}: resumed runs and evaluations use the one from build_model()",
+                "let forward() depend on an attribute of the module, which is saved",
             )
         if RemovableHandle.next_id > first_hook and not self._is_hook_said:
             for name, part in self.context.model.named_modules():
@@ -258,8 +258,8 @@ class Callbacks:
                 if any(number >= first_hook for number in (*hooks, *part._backward_pre_hooks)):
                     self._is_hook_said = True
                     self.context.warn(
-                        f"{f'the module {name}' if name else 'the model'} has a new hook {where}: what it changes is "
-                        "not in the final weights, nor in an evaluation of them; a hook that only reads is harmless, "
+                        f"{f'the module {name}' if name else 'the model'} has a new hook {where}: its changes are "
+                        "missing from the final weights and their evaluation; a hook that only reads is harmless, "
                         "any other belongs in build_model()"
                     )
                     return
@@ -276,7 +276,7 @@ class Callbacks:
 
 
 def _forwards(model: nn.Module) -> dict[str, Any]:
-    """Functions that replace the class's `forward`, by module."""
+    """Replaced `forward` functions of modules, by module."""
     return {name: vars(part)["forward"] for name, part in model.named_modules() if "forward" in vars(part)}
 
 

@@ -1,8 +1,9 @@
 """Count the cost of one sample of the user's model: products, parameters, memory traffic, and activations kept for the
 backward pass.
 
-One micro-batch goes through the loss and back. If the workload allows it, tensors have shapes but no values, so a model
-of any size is counted in seconds and without its memory; a loss that reads values is computed on the CPU."""
+One micro-batch passes through the loss, forward and backward. If the workload allows it, tensors have shapes but no
+values, so a model of any size is counted in seconds without allocating its memory; a loss that reads values is computed
+on the CPU."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -33,12 +34,11 @@ SIZES = (2, 4)  # numbers of samples of the two passes; batch normalisation cann
 def profile_workload(
     workload: Any, rows: Mapping[str, Any], settings: PrecisionSettings, *, gives_tuples: bool = False
 ) -> WorkloadProfile:
-    """The profile of a workload's model and loss in a precision. rows: a few of the training data, as a source reads
+    """Profile of a workload's model and loss in a precision. rows: a few rows of the training data, as a source reads
     them.
 
-    Activations are those of torch's memory-saving attention, without activation checkpointing. Changes no random
-    numbers. Raises WorkloadError.
-    """
+    Activations are counted as with torch's memory-saving attention and without activation checkpointing. Leaves the
+    state of random generators unchanged. Raises WorkloadError."""
     with same_random_numbers(CPU):
         try:
             return _profile(workload, rows, settings, gives_tuples=gives_tuples, is_computed=False)
@@ -207,10 +207,11 @@ def _is_small_filter(packet: Any, args: Any) -> bool:
 
 
 def without_values(model: nn.Module) -> None:
-    """Give the model, built on the meta device, tensors of the mode that claim to be on the CPU. Tied ones stay tied.
+    """Give a model built on the meta device tensors of the fake mode that claim to be on the CPU. Tied tensors stay
+    tied.
 
-    Autocast supports only such tensors; and torch cannot move the model itself in this mode, as its tensors are
-    referenced elsewhere."""
+    Autocast requires this. torch cannot move the model itself in this mode, because its tensors are referenced
+    elsewhere."""
     made: dict[int, nn.Parameter] = {}
 
     def like(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ FOR_MANY = sorted(set(STRATEGIES) - {"single"})
 APART = sorted(set(FOR_MANY) & set(GUARANTEES))
 WAYS = [own.ByTrainingStep, own.ByMethod, own.ByParts, own.ByWeight, own.Twice, own.PenaltyOfHead, own.PenaltyOfAll,
         own.GradientPenalty, own.Adversarial]  # fmt: skip
-SHARDED = "weight of which a worker holds only a part|where a worker holds only a part of it|sharded over the workers|outside of the layers' own forward"
+SHARDED = "weight that is sharded over the workers|where a worker holds only a part of it|sharded over the workers|outside of the layers' own forward"
 PARTS, AGAIN = "used by its part", "gradients of gradients"
 REFUSED = {
     "fsdp": {own.PenaltyOfAll: SHARDED, own.GradientPenalty: AGAIN},

@@ -1,4 +1,4 @@
-"""Attributes of modules other than parameters and buffers, which no state dict has."""
+"""Attributes of modules that are neither parameters nor buffers, and so are missing from every state dict."""
 
 import contextlib
 import random
@@ -16,12 +16,12 @@ PLAIN = (bool, int, float, str, type(None))
 GENERATORS = (torch.Generator, random.Random, np.random.Generator)
 MARKED = (torch.Tensor, np.ndarray, *GENERATORS, Mapping, list, tuple, Set, deque)
 MARKS = 64
-"""Most values of a tensor, or items of a container, that are compared."""
+"""Maximum number of values of a tensor, or items of a container, that are compared."""
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Numbers, texts, modes and switches in attributes of modules, by the names of module and attribute: no state dict
-    has them. Names that begin with _ are left out, such as torch's own."""
+    """Numbers, strings, modes and switches stored in attributes of modules, by the names of module and attribute; no
+    state dict contains them. Names that begin with _, such as torch's own, are left out."""
     return {
         f"{name}/{attribute}": value
         for name, part in module.named_modules()
@@ -43,7 +43,7 @@ def common_attributes(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def set_plain_attributes(module: nn.Module, values: Mapping[str, Any]) -> None:
-    """Set attributes read by `plain_attributes` on the modules that exist."""
+    """Set the attributes that `plain_attributes` has read, on those of the modules that exist."""
     parts = dict(module.named_modules())
     for path, value in values.items():
         name, _, attribute = path.rpartition("/")
@@ -52,9 +52,9 @@ def set_plain_attributes(module: nn.Module, values: Mapping[str, Any]) -> None:
 
 
 def marked_attributes(module: nn.Module) -> dict[str, Any]:
-    """Marks of tensors, containers and generators in attributes of modules other than buffers, by the names of module
-    and attribute. Values with gradients belong to one pass and are left out, as are metrics and modules with their own
-    state."""
+    """Fingerprints of tensors, containers and generators in attributes of modules other than buffers, by the names of
+    module and attribute. Values with gradients belong to a single pass and are left out, as are metrics and modules
+    with their own state."""
     return {
         f"{name}/{attribute}": _mark(value)
         for name, part in module.named_modules()
@@ -65,7 +65,7 @@ def marked_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _mark(value: Any, depth: int = 3) -> Any:
-    """A short value that changes with this one, as far as a few of its parts show."""
+    """Short fingerprint of a value, computed from a few of its parts: if it differs, the value has changed."""
     with contextlib.suppress(Exception):  # a user's own class may do anything
         if isinstance(value, torch.Tensor):
             flat = local_part(value).detach().reshape(-1)
@@ -87,5 +87,5 @@ def _mark(value: Any, depth: int = 3) -> Any:
 
 
 def has_extra_state(part: nn.Module) -> bool:
-    """Whether a module has a state other than tensors, from `get_extra_state`."""
+    """Whether a module has state other than tensors, from `get_extra_state`."""
     return type(part).get_extra_state is not nn.Module.get_extra_state

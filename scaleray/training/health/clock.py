@@ -13,7 +13,7 @@ from scaleray.training.profile.profiler import Profile
 
 @dataclass(frozen=True)
 class SteadyState:
-    """Steps after the warm-up of a process: the first of them, counted from its start, and their times."""
+    """Steps after the warm-up of a process, and their times. The first step is counted from the process's start."""
 
     first: int
     total_s: float
@@ -23,10 +23,10 @@ class SteadyState:
 
 
 class Clock:
-    """Times from step to step, records and all, without evaluation. Steps are counted from 0.
+    """Times from step to step, including records and excluding evaluation. Steps are counted from 0.
 
-    started_at: wall clock when the run began. start_ends: end of each part of its start. first_step_s: seconds from the
-    beginning to the end of the first step. profile: times the parts of each step."""
+    started_at: wall clock at which the run began. start_ends: end of each part of its start. first_step_s: seconds from
+    the beginning of the run to the end of the first step. profile: measures the parts of each step."""
 
     def __init__(self, started_at: float, start_ends: Mapping[str, float], profile: Profile) -> None:
         self.profile = profile
@@ -41,7 +41,7 @@ class Clock:
         self.profile.start(self._started)
 
     def tick(self, waited_s: float) -> tuple[float, float]:
-        """(seconds since the last tick or start, seconds of these spent waiting for input)."""
+        """(seconds since the last tick or start, seconds of that spent waiting for input)."""
         now = time.perf_counter()
         step_s, wait_s = now - self._started, waited_s - self._waited
         self._started, self._waited = now, waited_s
@@ -56,8 +56,8 @@ class Clock:
         return step_s, wait_s
 
     def steady_state(self) -> SteadyState | None:
-        """Steady state without the first 20 % of the steps, at least 10 and at most half; None for fewer than 2
-        steps."""
+        """Steady state without the first 20 % of the steps, but at least 10 and at most half of them; None for fewer
+        than 2 steps."""
         count = len(self.times)
         if count < 2:
             return None

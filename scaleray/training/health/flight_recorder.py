@@ -1,8 +1,8 @@
-"""torch's Flight Recorder, which stores the last collectives of a process: how to switch it on and read it.
+"""torch's Flight Recorder, which stores the last collectives of a process: enabling it and reading its entries.
 
-Its functions are private, so all of them are in this file, behind one check; if they are missing or changed, a dump has
-no collectives. With gloo, torch 2.13 fills neither `state` nor the times, `retired` shows whether a collective is over,
-and the names of groups are missing: they are filled in from the groups themselves."""
+Its functions are private, so all uses of them are in this file, behind one check; if they are missing or have changed,
+a dump has no collectives. With gloo, torch 2.13 fills in neither `state` nor the times; `retired` shows whether a
+collective has finished. It also leaves out the names of groups, which are filled in here from the groups themselves."""
 
 import json
 import os
@@ -19,31 +19,32 @@ from scaleray.records.hangs import LINES_KEPT, Group, Line
 SIZE_VARIABLE = "TORCH_FR_BUFFER_SIZE"
 OLD_VARIABLE = "TORCH_NCCL_TRACE_BUFFER_SIZE"
 NUM_CALLS = 2000
-"""Number of calls that the recorder stores: some steps of a model with hundreds of collectives in each."""
+"""Number of calls that the recorder stores: several steps of a model with hundreds of collectives per step."""
 RECORDERS = ("fr", "nccl")
-"""Names of the recorders in torch's functions: NCCL has its own."""
+"""Names of the recorders in torch's functions; NCCL has its own."""
 
 
 def switch_on() -> None:
-    """Record the groups that this process creates from now on, unless an environment variable disables it."""
+    """Record the collectives of groups that this process creates from now on, unless an environment variable disables
+    it."""
     if OLD_VARIABLE not in os.environ:
         os.environ.setdefault(SIZE_VARIABLE, str(NUM_CALLS))
 
 
 def entries_without_lines() -> list[dict[str, Any]] | None:
-    """Stored calls, oldest first, as JSON values, read without Python's state. None if there is no recorder."""
+    """Stored calls, oldest first, as JSON values, read without holding Python's lock. None if there is no recorder."""
     return _entries("json", lambda dump: json.loads(dump()))
 
 
 def entries_with_frames() -> list[dict[str, Any]] | None:
-    """Stored calls, each with `frames`: the lines of Python that issued it, innermost first."""
+    """Stored calls, each with `frames`: the Python lines that issued it, innermost first."""
     with _without_inductor():
         # torch has no other form with frames; these bytes were made in this very process a moment ago
         return _entries("", lambda dump: pickle.loads(dump(True, True, False)))
 
 
 def user_lines(entries: Sequence[dict[str, Any]]) -> list[tuple[Line, ...]]:
-    """Lines of the user's code that each call came from, innermost first."""
+    """Lines of the user's code from which each call was issued, innermost first."""
     known: dict[tuple[tuple[str, int], ...], tuple[Line, ...]] = {}
     lines = []
     for entry in entries:
@@ -56,7 +57,7 @@ def user_lines(entries: Sequence[dict[str, Any]]) -> list[tuple[Line, ...]]:
 
 
 def groups() -> tuple[Group, ...]:
-    """The process groups that this rank is in."""
+    """The process groups to which this rank belongs."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 
@@ -94,8 +95,8 @@ def _user_lines(frames: Sequence[dict[str, Any]]) -> tuple[Line, ...]:
 
 @contextmanager
 def _without_inductor() -> Iterator[None]:
-    """Context in which torch does not import its compiler to look up the lines of generated code, of which there is
-    none before it was imported: the import takes 2 to 6 seconds in each rank, and can wait forever for a lock."""
+    """Context in which torch does not import its compiler to look up lines of generated code. Without an earlier import
+    there is no such code, and the import takes 2 to 6 seconds on each rank and can wait forever for a lock."""
     import torch
 
     stand_in = SimpleNamespace()

@@ -1,6 +1,6 @@
-"""The watch on a group of processes that runs one training after another: verify, studies, check, short profiles.
+"""Watch on a group of processes that runs one training after another: verify, studies, check, short profiles.
 
-Each training makes its own `Progress`, deep inside the group's code; the watch is notified there and checks the newest
+Each training makes its own `Progress`, deep inside the group's code. The watch is notified of it and checks the newest
 one, as `StallWatch` does for a worker with a single training."""
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from scaleray.training.setup.rank_context import RankContext
 
 
 class CollectiveLimits:
-    """Limits on waiting for other workers, which may compile and fill caches in their first step."""
+    """Time limits for waiting for other workers, which may compile and fill caches in their first step."""
 
     def __init__(self, progress: Progress, collective_timeout_s: float) -> None:
         self.progress, self.collective_timeout_s = progress, collective_timeout_s
 
     def apply(self) -> None:
         """Limit all later collectives of this process, except those of exchanges that last several steps. Not
-        collective; each rank calls it at the same point."""
+        collective, but each rank must call it at the same point."""
         if not dist.is_initialized():
             return
         limit = timedelta(seconds=self._limit_s())
@@ -44,8 +44,8 @@ class CollectiveLimits:
                 _set_pg_timeout(limit, group)
 
     def others_wait_s(self, world_size: int) -> float:
-        """Seconds that a worker may wait for its input now: less than others wait for it, so that it is the first to
-        report the reason."""
+        """Seconds that a worker may currently wait for its input: less than the others wait for it, so that it is the
+        first to report the cause."""
         return WATCHDOG_SHARE * self._limit_s() if world_size > 1 else math.inf
 
     def _limit_s(self) -> float:
@@ -56,8 +56,8 @@ LOOK_EVERY_S = 0.5
 
 
 class GroupWatch:
-    """Context in which the trainings of this process are watched. run_path: the folder that gets `hangs/`. group: name
-    of this group of processes, the same on all of them and unique in that folder."""
+    """Context in which the trainings of this process are watched. run_path: folder in which `hangs/` is created. group:
+    name of this group of processes, the same on all of them and unique in that folder."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class GroupWatch:
         self._leave(kind, error, tb)
 
     def _take(self, progress: Progress) -> None:
-        """Watch a training that begins, instead of the previous one."""
+        """Watch a new training instead of the previous one."""
         self._leave(None, None, None)
         stalls = StallWatch(
             progress,

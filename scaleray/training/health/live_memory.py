@@ -1,6 +1,6 @@
 """Count the bytes of live tensors on the CPU, whose allocator has no counter.
 
-The resident memory of a process depends on its past, on threads and on fragments; these bytes depend only on the
+The resident memory of a process depends on its history, its threads and fragmentation. These bytes depend only on the
 program, so a limit on them can be tested."""
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from scaleray.errors import text_of
 
 
 class LiveTensors(TorchDispatchMode):
-    """Counts the storages that operations inside the context create, as long as they live. Memory of compiled code is
-    not counted. bytes: alive now; peak: the most at once. Storages from before the context do not count. problem: the
-    error that prevented counting, which never affects the operations."""
+    """Counts the storages created by operations inside the context, for as long as they live. Storages from before the
+    context and memory of compiled code are not counted. bytes: currently alive; peak: largest number alive at the same
+    time. problem: error that ended the counting; it never affects the operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,13 +42,13 @@ class LiveTensors(TorchDispatchMode):
         return result
 
     def counted(self) -> LiveTensors:
-        """This counter if it counted. Raises the error that ended its counting."""
+        """This counter, if it has counted everything. Raises the error that ended its counting."""
         if self.problem is not None:
             raise self.problem
         return self
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's memory is counted."""
+        """Whether the memory of a tensor is counted."""
         return any(id(part.untyped_storage()) in self._alive for part in dense_parts(local_part(tensor)).values())
 
     def _storages(self, values: Any) -> dict[int, torch.UntypedStorage]:
@@ -77,7 +77,7 @@ def _has_storage(value: Any) -> bool:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the memory behind some tensors on this rank, shared memory counted once."""
+    """Bytes of memory behind these tensors on this rank; shared memory is counted once."""
     parts = (part for t in tensors if not t.is_meta for part in dense_parts(local_part(t).detach()).values())
     storages = {id(s): s for s in (part.untyped_storage() for part in parts)}
     return sum(storage.nbytes() for storage in storages.values())
@@ -91,7 +91,7 @@ def is_out_of_memory(exc: BaseException) -> bool:
 
 
 def free_unused(device: torch.device) -> None:
-    """Free the remains of a failed pass: cycles that hold activations, and the allocator's empty blocks."""
+    """Free what a failed pass has left: reference cycles that hold activations, and unused blocks of the allocator."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
 """Memory of a worker by use: parameters, gradients, optimizer state, buffers and activations, in bytes.
 
-On a GPU the caching allocator reports them. The CPU's allocator keeps no records, so tensors are counted, and the
-resident memory of the process is reported as well, which includes Python, torch and the input pipeline."""
+On a GPU the caching allocator reports them. The CPU's allocator keeps no records, so tensors are counted; the report
+also has the resident memory of the process, which includes Python, torch and the input pipeline."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ from scaleray.training.setup.model_setup import Setup
 class MemoryReport(Observer):
     """Report on the second step of a process, the first that begins with the optimizer's state.
 
-    found: empty until then, and if measuring fails. parameters_bytes, gradients_bytes, optimizer_bytes, buffers_bytes:
-    memory that outlives the step. activations_bytes: the step's further memory at its peak, including temporary
-    results; None if compiled code on a CPU hides it. allocated_bytes, reserved_bytes, peak_bytes: memory of tensors, of
-    the allocator (CPU: resident memory), of tensors at the peak. fragmentation_share: share of the reserved memory that
-    is unused, between blocks in use; None on the CPU."""
+    found: the result; empty before that step and if measuring fails. parameters_bytes, gradients_bytes,
+    optimizer_bytes, buffers_bytes: memory that outlives the step. activations_bytes: additional memory at the peak of
+    the step, including temporary results; None if compiled code on a CPU hides it. allocated_bytes: memory of tensors.
+    reserved_bytes: memory of the allocator (CPU: resident memory). peak_bytes: memory of tensors at the peak.
+    fragmentation_share: share of the reserved memory that lies unused between blocks in use; None on the CPU."""
 
     def __init__(self, device: torch.device, guard: Guard) -> None:
         self.device, self.guard = device, guard
@@ -31,11 +31,11 @@ class MemoryReport(Observer):
         self._num_steps = 0
 
     def begin(self, setup: Setup) -> None:
-        """Store the set-up, whose tensors are counted."""
+        """Store the set-up whose tensors are counted."""
         self._setup = setup
 
     def during_step(self, number: int) -> contextlib.AbstractContextManager[None] | None:
-        """Context that counts the memory of a step, if it is the second one."""
+        """Context that counts the memory of a step if it is the second one."""
         self._num_steps += 1
         return self._looking() if self._num_steps == 2 else None
 
@@ -64,7 +64,7 @@ def lasting(setup: Setup) -> dict[str, int]:
 
 
 def gradients(setup: Setup) -> list[torch.Tensor]:
-    """Existing gradients of this rank."""
+    """Gradients that exist on this rank."""
     return [p.grad for p in setup.parallel.module.parameters() if p.grad is not None]
 
 

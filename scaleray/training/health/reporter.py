@@ -1,5 +1,5 @@
-"""Reports of a worker during training: lines for the user, a record of each step, utilisation of its node. It makes no
-decisions."""
+"""Reports of a worker during training: lines for the user, a record of each step, and the utilisation of its node. It
+makes no decisions."""
 
 import time
 from collections import deque
@@ -22,9 +22,9 @@ SHORTEST_SAMPLING_S = 5.0
 
 
 class Reporter:
-    """Reports through `emit` on this worker, and facts common to all workers only on rank 0. step: returns the number
-    of the last step. figures: returns other measurements of it, by metric name. guard: calls code that only observes,
-    so that its errors cannot end the training."""
+    """Sends reports through `emit`: those about this worker from every rank, those common to all workers from rank 0
+    only. step: returns the number of the last step. figures: returns other measurements of that step, by metric name.
+    guard: calls code that only observes, so that its errors cannot end the training."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Reporter:
             self.emit(EventRecord(text, kind="warning" if is_warning else "info", step=step))
 
     def begin(self, setup: Setup) -> None:
-        """Report before the first step: notes, values in use, settings without effect."""
+        """Report before the first step: notes, values in use, and settings without effect."""
         self._setup = setup
         self.notes()
         if self._is_first:
@@ -69,7 +69,8 @@ class Reporter:
                 self.say(text, is_warning=True)
 
     def after_launch(self) -> float:
-        """Count the bytes that this rank has sent in a step, and store other measurements, which may be known later."""
+        """Count the bytes that this rank has sent in a step, and store its other measurements, whose values may be
+        known later."""
         before = self._sent_bytes
         self._sent_bytes = self.guard(Watcher.FIGURES, self._setup.parallel.bytes_sent, before, part="bytes sent")
         if self._is_first:
@@ -77,7 +78,7 @@ class Reporter:
         return self._sent_bytes - before
 
     def after_step(self, taken: StepRecord) -> None:
-        """Report a step with its notes and samples."""
+        """Report a step together with its notes and samples."""
         if self._is_first:
             numbers, strategy = self._kept.popleft(), self.job.recipe.strategy
             taken.more.update(self.guard(Watcher.FIGURES, lambda: known(numbers), {}, part=strategy))
@@ -97,7 +98,7 @@ class Reporter:
         self._sent_bytes = self._setup.parallel.bytes_sent()
 
     def _say_values_in_use(self) -> None:
-        """Values of a workload's own optimizer or schedule that differ from the derived ones."""
+        """Log the values of a workload's own optimizer or schedule that differ from the derived ones."""
         in_use = self._setup.in_use
         if brings_optimizer(self.job.workload) or brings_schedule(self.job.workload):
             derived = {name: getattr(self.job.recipe, name) for name in MOVED_BY_RULES}
@@ -106,7 +107,7 @@ class Reporter:
             self.say(text, is_warning=True)
 
     def _figures(self) -> Metrics:
-        """Measurements of the last step by the strategy, pruning and other parts."""
+        """Measurements of the last step by the strategy, by pruning and by other parts."""
         look, pruning = partial(self.guard, Watcher.FIGURES), self._setup.pruning
         return {
             **look(self._setup.parallel.metrics, {}, part=self.job.recipe.strategy),

@@ -1,8 +1,8 @@
-"""Stacks of a process that cannot report them itself: a file written by the interpreter's fault handler.
+"""Stacks of a process that cannot report them itself, written to a file by the interpreter's fault handler.
 
-Two cases leave no other trace: a C++ loop that holds the interpreter's lock, so that no other thread of the process
-runs, and a process that ends by a signal, as gloo ends one that receives more than fits. The fault handler runs in C,
-without the lock."""
+Two failures leave no other trace: a C++ loop that holds the interpreter's lock, so that no other thread runs, and a
+signal that ends the process, as when gloo receives more data than fits. The fault handler runs in C, without the lock.
+"""
 
 import contextlib
 import faulthandler
@@ -23,7 +23,7 @@ LOCKED = "it holds Python's lock, so that no other thread of its process runs"
 
 
 class StackFile:
-    """The file of one rank. A process can have only one, since it has only one fault handler."""
+    """Stack file of one rank. A process can have only one, since it has only one fault handler."""
 
     def __init__(self, path: Path, *, rank: int, world_size: int, node: str, process: int, thread_id: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ class StackFile:
         faulthandler.enable(self._file, all_threads=True)
 
     def expect_look(self, within_s: float) -> None:
-        """Schedule writing of the stacks unless this is called again within so many seconds. Removes earlier content: a
+        """Schedule writing the stacks unless this is called again within this many seconds. Removes earlier content: a
         process that calls this is running, so nothing holds the lock."""
         if os.fstat(self._file.fileno()).st_size > self._length:
             os.write(self._file.fileno(), LOOKED.encode())  # the handler may be writing at this moment
@@ -58,8 +58,8 @@ class StackFile:
 
 
 def read_stacks(text: str, *, step: int, phase: str, recorded_at: float) -> RankDump | None:
-    """Account of a rank from its file; None if nothing was written, or not by `StackFile`. step and phase: the rank's
-    last known ones."""
+    """Report on a rank from its file; None if nothing was written, or not by `StackFile`. step and phase: the last ones
+    known of the rank."""
     header = HEADER.match(text)
     _, fatal, body = text.rpartition(FATAL)
     why = body.partition("\n")[0]
@@ -87,13 +87,14 @@ def read_stacks(text: str, *, step: int, phase: str, recorded_at: float) -> Rank
 
 
 def user_lines(stack: StackSummary) -> tuple[Line, ...]:
-    """Innermost lines of a stack in the user's own code, or else its innermost lines. stack: outermost first."""
+    """Innermost lines of a stack in the user's own code, or its innermost lines if there are none. stack: outermost
+    first."""
     own = user_frames(stack) or stack[-1:]
     return tuple(as_line(frame) for frame in own[: -LINES_KEPT - 1 : -1])
 
 
 def as_line(frame: FrameSummary) -> Line:
-    """A line of a stack, as a dump has it."""
+    """Format a line of a stack as a dump has it."""
     return Line(frame.filename, frame.lineno or 0, frame.name, (frame.line or "").strip())
 
 

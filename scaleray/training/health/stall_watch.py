@@ -1,9 +1,8 @@
-"""Detect that this worker stalls, and write a report of it before any worker gives up.
+"""Detect that this worker stalls, and write a report before any worker gives up.
 
-Every rank watches itself, by its own clock and without messages to the others: when a step hangs, all ranks stall at
-nearly the same time, and each writes its own report into the run's folder. The limit of this watch is shorter than that
-of a collective, so the reports are complete when the first rank fails.
-"""
+Every rank watches itself, by its own clock and without messages to the others. When a step hangs, all ranks stall at
+nearly the same time, and each writes its own report into the run's folder. This watch's limit is shorter than that of a
+collective, so the reports are complete when the first rank fails."""
 
 from __future__ import annotations
 
@@ -43,9 +42,9 @@ def rank_dump(
     read: Callable[[Callable[[], Any], Any], Any],
     since_ns: int = 0,
 ) -> RankDump:
-    """This rank's report. with_lines: look up lines of Python too. after_error: lines at which a collective's error was
-    raised. read: calls one of torch's private functions, or returns the given default if that fails. since_ns: wall
-    clock; earlier collectives belong to a previous group."""
+    """Report of this rank. with_lines: also look up the lines of Python. after_error: lines at which a collective's
+    error was raised. read: calls one of torch's private functions, or returns the given default if that fails.
+    since_ns: wall clock; earlier collectives belong to a previous group."""
     reader = flight_recorder.entries_with_frames if with_lines else flight_recorder.entries_without_lines
     remembered = read(reader, None)
     entries = [one for one in remembered or () if int(one["time_created_ns"]) >= since_ns]
@@ -97,13 +96,13 @@ def _threads(stacks: dict[int, traceback.StackSummary], training: int) -> tuple[
 T = TypeVar("T")
 STALL_SHARE = 0.8  # of the time that others wait for this worker: before `progress.WATCHDOG_SHARE`, which ends it
 GROUP_VARIABLE = "WORKERS_STARTED_AT"
-"""Environment variable with the name of this group of workers, the same on all of them."""
+"""Environment variable that holds the name of this group of workers, the same on all of them."""
 
 
 class StallWatch:
-    """Context of a training, whose `look` a thread calls repeatedly. say: called once for each stall with its place,
-    for a worker that no other one waits for. group: name of this group of workers, the same on all of them; None takes
-    that of the environment. since_ns: wall clock from which collectives belong to this group."""
+    """Context of a training, whose `look` a thread calls repeatedly. say: called once for each stall with its location,
+    if no other worker waits for this one. group: name of this group of workers, the same on all of them; if None, taken
+    from the environment. since_ns: wall clock from which collectives belong to this group."""
 
     def __init__(
         self,
@@ -206,8 +205,8 @@ class StallWatch:
             self.store.parent.delete_folder(self.store.name)
 
     def _dump(self, why: str, *, after_error: tuple[Line, ...] = ()) -> tuple[Line, ...]:
-        """Write the report, and return the current lines of the threads. The first of its two parts does not need
-        Python's state, since looking up lines can wait for locks."""
+        """Write the report, and return the current lines of the threads. The report has two parts; the first is written
+        without Python's lock, since looking up lines can wait for locks."""
         about = partial(
             rank_dump,
             self.progress,
@@ -223,7 +222,7 @@ class StallWatch:
         return dump.stands_on
 
     def _newest_call(self) -> int:
-        """Time of the newest collective's call; 0 if unknown."""
+        """Time at which the newest collective was called; 0 if unknown."""
         entries = self._read(entries_without_lines, None)
         return int(entries[-1]["time_created_ns"]) if entries else 0
 

@@ -1,5 +1,4 @@
-"""Warn about MLflow runs that the user's code begins in a worker: values logged there are missing in this training's
-run."""
+"""Warn about MLflow runs that the user's code starts in a worker: values logged there are missing from this run."""
 
 from __future__ import annotations
 
@@ -15,8 +14,9 @@ if TYPE_CHECKING:
 
 
 class StrayRuns(Observer):
-    """Looks for a run of MLflow's library that the workload has begun. before: ids of runs from before it was loaded,
-    which are the user's, such as that of a script that calls `scaleray.train`; None: the current ones."""
+    """Detects a run of MLflow's library that the workload has started. before: ids of runs that existed before the
+    workload was loaded; these are the user's, such as that of a script that calls `scaleray.train`. None takes the
+    current ones."""
 
     def __init__(self, reporter: Reporter, before: Sequence[str] | None = None) -> None:
         self.reporter = reporter
@@ -27,7 +27,7 @@ class StrayRuns(Observer):
         self._look()
 
     def close(self) -> None:
-        """Check again, and end a stray run: the end of a worker would leave it RUNNING."""
+        """Check once more, and end a stray run, which would otherwise remain RUNNING when the worker ends."""
         self._look()
         if (active := _active()) is not None and active.info.run_id not in self._before:
             sys.modules["mlflow"].end_run()
@@ -39,8 +39,7 @@ class StrayRuns(Observer):
 
 
 def stray(before: Sequence[str]) -> str:
-    """Warning about a run of MLflow's library that is active, or was the last one, and is not one of these; else
-    empty."""
+    """Warning about a run of MLflow's library that is active or ended last and is not one of these; otherwise empty."""
     new = [run for run in run_ids() if run not in before]
     if not new:
         return ""

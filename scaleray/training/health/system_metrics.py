@@ -1,7 +1,7 @@
 """Utilisation of this node, under the names that MLflow itself uses for system metrics.
 
-Figures of GPUs are NVML's: cudaMemGetInfo (`torch.cuda.mem_get_info`) creates a context on every queried device,
-several hundred MB each, even on GPUs of other workers (pytorch issues 86493, 103584)."""
+The values of GPUs come from NVML. cudaMemGetInfo (`torch.cuda.mem_get_info`) would create a context of several hundred
+MB on every queried device, even on GPUs of other workers (pytorch issues 86493, 103584)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,8 +17,9 @@ MB = 1e6  # bytes of a megabyte, as MLflow counts
 
 
 class SystemMetrics:
-    """Samples CPU, memory, disk, network and GPUs. The CPU's percentage is since the previous sample, network traffic
-    since the first, as in MLflow. guard: each value of each GPU may fail alone: MIG slices and vGPUs have only some."""
+    """Samples CPU, memory, disk, network and GPUs. The CPU's percentage covers the time since the previous sample,
+    network traffic the time since the first one, as in MLflow. guard: lets each value of each GPU fail separately: MIG
+    slices and vGPUs have only some."""
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
@@ -29,7 +30,7 @@ class SystemMetrics:
             guard(Watcher.SYSTEM_METRICS, self._open_gpus, None, part="NVML")
 
     def sample(self) -> dict[str, float]:
-        """Percentages, watts, and megabytes as MLflow counts them (10^6)."""
+        """Percentages, watts, and megabytes of 10^6 bytes, as in MLflow."""
         found = self.guard(Watcher.SYSTEM_METRICS, self._host, {})
         for index, handle in self._gpus.items():
             for name, measure in (GPU_FIGURES if handle is not None else WITHOUT_NVML).items():
@@ -61,7 +62,7 @@ class SystemMetrics:
 
 
 def _handle(index: int) -> Any:
-    """NVML's handle of a GPU by torch's index.
+    """NVML's handle of the GPU with torch's index.
 
     NVML numbers all GPUs of the node, regardless of CUDA_VISIBLE_DEVICES."""
     import pynvml
@@ -81,7 +82,7 @@ def _memory(index: int, handle: Any) -> dict[str, float]:
 
 
 def _own_memory(index: int, handle: Any) -> dict[str, float]:
-    """Memory of this process's own GPU if it has a context; for machines without NVML."""
+    """Memory of this process's own GPU, if the process has a context on it; for machines without NVML."""
     if index != torch.cuda.current_device():
         return {}
     free, total = torch.cuda.mem_get_info(index)

@@ -1,4 +1,4 @@
-"""Explain an error in a worker: its source, its location, and the remedy for the user."""
+"""Explain an error in a worker: where it comes from, where it occurred, and how the user can fix it."""
 
 import contextlib
 import traceback
@@ -29,7 +29,8 @@ from scaleray.workload import no_exit, user_traceback
 
 @contextlib.contextmanager
 def locating(now: Callable[[], tuple[TrainJob, int]], place: RankContext, progress: Progress) -> Iterator[None]:
-    """Context whose errors are raised as by `located`. now: returns the job and the number of its last step."""
+    """Context whose errors are raised in the form that `located` returns. now: returns the job and the number of its
+    last step."""
     try:
         with no_exit("the workload's code"):
             yield
@@ -44,10 +45,9 @@ def locating(now: Callable[[], tuple[TrainJob, int]], place: RankContext, progre
 def located(
     exc: Exception, place: RankContext, config: RunConfig, recipe: Recipe, *, step: int, steps_done: int
 ) -> Exception:
-    """The error as the run should raise it: with rank, node and step, unless its text suffices for the user. step:
-    number of complete steps. steps_done: steps of this process.
+    """The error as the run should raise it: with rank, node and step, unless its text alone suffices for the user.
 
-    step: how many are complete. steps_done: those that this process took."""
+    step: number of complete steps. steps_done: number of steps that this process took."""
     where = f"rank {place.rank} on {place.node}"
     if isinstance(exc, (LeftEarly, PeerLostError)):
         return exc
@@ -88,8 +88,7 @@ def is_lost_peer(exc: BaseException) -> bool:
 
 
 def explained(exc: Exception) -> DataError | WorkloadError | None:
-    """Explanation of an error of torch for the user, if its text suffices; None for any other, such as an
-    IndexError."""
+    """Explanation of a torch error, if its text suffices for the user; None for any other error."""
     text = text_of(exc)
     if isinstance(exc, IndexError) and any(words in text for words in ("out of bounds", "index out of range in self")):
         return DataError.problem(
@@ -108,16 +107,16 @@ def explained(exc: Exception) -> DataError | WorkloadError | None:
     if isinstance(exc, RuntimeError) and "mixed torch.Tensor and DTensor" in text:
         return WorkloadError.problem(
             "loss()",
-            "computes with a weight of which a worker holds only a part: sharded weights can be used only within "
+            "computes with a weight that is sharded over the workers: such weights can be used only within "
             "the forward() of their own layers",
-            "call the layers that have them, in a method or a part of the model; or use --strategy.name ddp or zero1",
+            "call their layers from the model's own code, or use --strategy.name ddp or zero1",
         )
     if isinstance(exc, RuntimeError) and "Expected to have finished reduction in the prior iteration" in text:
         return WorkloadError.problem(
             "a trained parameter",
             "has no gradient, because the loss of a step does not depend on it: ddp waits for the gradient of every "
             "trained parameter in every step",
-            "freeze them (requires_grad_(False) in build_model()), or use --strategy.find-unused-parameters",
+            "freeze such parameters (requires_grad_(False) in build_model()), or use --strategy.find-unused-parameters",
         )
     if isinstance(exc, ValueError) and "more than 1 value per channel" in text:
         return DataError(
@@ -132,7 +131,7 @@ def explained(exc: Exception) -> DataError | WorkloadError | None:
 def _memory_advice(config: RunConfig, recipe: Recipe) -> str:
     size = recipe.micro_batch_size
     if size == 1:
-        return "Out of memory with single rows: activations.checkpointing full, or a strategy that shards the model."
+        return "Out of memory with single rows. Use activations.checkpointing full or a strategy that shards the model."
     backs_off = config.memory.on_out_of_memory == "halve"
     why = "Ranks cannot give up a pass in which they communicate. " if backs_off else ""
     more = "" if backs_off else ", --memory.on-out-of-memory halve"
@@ -143,7 +142,8 @@ def _memory_advice(config: RunConfig, recipe: Recipe) -> str:
 
 
 def without_frames(exc: BaseException) -> None:
-    """Release the objects held by an error's frames: trainings, their groups, and the connections of these."""
+    """Release the objects held by the frames of an error's traceback: trainings, their groups, and the connections of
+    these groups."""
     current: BaseException | None = exc
     seen: set[int] = set()
     while current is not None and id(current) not in seen:

@@ -1,4 +1,4 @@
-"""Current activity of a worker, sent by a separate thread, which also detects hangs."""
+"""A worker's current activity, sent by a separate thread, which also detects hangs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WATCHDOG_SHARE = 0.9  # share of the time that the others wait for this worker: 
 
 
 class Progress:
-    """Current step and phase of the loop. Written by the training thread, read by others."""
+    """Current step and phase of the loop. Written by the training thread, read by other threads."""
 
     def __init__(self) -> None:
         self.step = self.steps_done = 0
@@ -65,26 +65,26 @@ class Progress:
         self.steps_done += 1
 
     def others_wait_s(self, collective_timeout_s: float) -> float:
-        """Seconds that other workers wait for this one in a collective: the limit of `CollectiveLimits` in this
+        """Seconds that other workers wait for this one in a collective: the limit set by `CollectiveLimits` for this
         step."""
         return collective_timeout_s * (1.0 if self.steps_done else FIRST_STEP_FACTOR)
 
     def is_new(self, phase: Phase) -> bool:
-        """Whether this is the training's first phase of its kind, which may compile and fill caches."""
+        """Whether the training is in its first phase of this kind, which may compile and fill caches."""
         return not self.steps_done or phase not in self.passed
 
 
 on_new: Callable[[Progress], None] | None = None
-"""Listener for each new `Progress` in this process: the watch of a group that runs many trainings."""
+"""Listener for each new `Progress` in this process, set by the watch of a group that runs many trainings."""
 
 
 class Watchdog:
     """Reports progress at an interval. beat: takes (step, phase, seconds in it) and returns the requests to the worker,
     for which on_leave, on_save and on_links are called.
 
-    on_hang: called once with a sentence when the training thread has stayed in a watched phase for `limit_s`, or three
-    times that if it compiles or does something for the first time. look: called before that with the seconds in the
-    phase, and whether the training must leave it."""
+    on_hang: called once, with a sentence, when the training thread has stayed in a watched phase for `limit_s`, or for
+    three times as long if it compiles or does something for the first time. look: called before that with the seconds
+    in the phase, and whether the training must leave the phase."""
 
     def __init__(
         self,
@@ -140,15 +140,15 @@ class Watchdog:
 
 
 def waits_for_others(thread_id: int) -> bool:
-    """Whether a thread is inside a collective, such as DDP's in a forward pass, or waits for its device: the cause is
+    """Whether a thread is inside a collective, such as DDP's in a forward pass, or waits for its device; the cause is
     then another worker."""
     frame = sys._current_frames().get(thread_id)
     return frame is not None and any(part in frame.f_code.co_filename for part in WAITS)
 
 
 def is_compiling(thread_id: int) -> bool:
-    """Whether a thread is inside torch.compile's compiler, which also works in the middle of a training: for a batch of
-    a new shape, or a first evaluation."""
+    """Whether a thread is inside torch.compile's compiler, which may also run in the middle of a training, for a batch
+    of a new shape or a first evaluation."""
     frame = sys._current_frames().get(thread_id)
     while frame is not None:
         if frame.f_code.co_filename.endswith(COMPILERS):
@@ -158,7 +158,7 @@ def is_compiling(thread_id: int) -> bool:
 
 
 def where(thread_id: int) -> str:
-    """Current line of a thread in the user's own code, innermost first, or else its innermost line."""
+    """Current lines of a thread in the user's own code, innermost first, or its innermost line if there are none."""
     frame = sys._current_frames().get(thread_id)
     if frame is None:
         return "the thread is gone"
@@ -169,7 +169,7 @@ def where(thread_id: int) -> str:
 
 
 class Tail:
-    """Stream that forwards its input and stores the last lines."""
+    """Stream that forwards everything written to it and stores the last lines."""
 
     def __init__(self, stream: TextIO, lines: deque[str]) -> None:
         self._stream, self._lines, self._open = stream, lines, ""
@@ -192,7 +192,7 @@ class Tail:
 
 
 class TailHandler(logging.Handler):
-    """Store the last logged lines, in addition to printed ones."""
+    """Stores the last logged lines, in addition to the printed ones."""
 
     def __init__(self, lines: deque[str]) -> None:
         super().__init__(logging.INFO)
