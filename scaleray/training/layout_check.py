@@ -1,4 +1,4 @@
-"""Check, before workers start, that a model and its sequences fit a layout, by the workers' own refusals.
+"""Check, before workers start, that a model and its sequences fit a layout, using the workers' own checks.
 
 The model is built and its loss computed with tensors that have shapes but no values, without memory or communication.
 Code that needs values is left to the workers."""
@@ -30,9 +30,9 @@ from scaleray.workload import built_model
 def check_layout(
     workload: Any, config: RunConfig, degrees: Degrees, rows: Mapping[str, Any], *, gives_tuples: bool = False
 ) -> None:
-    """Raise UsageError for a model without blocks, plan or experts, or with a number of them, of heads or of tokens
-    that a degree does not divide. rows: a few of the training data; without any the loss is not computed. Changes no
-    random numbers, and nothing that the workload holds."""
+    """Raise UsageError if a model lacks blocks, a plan or experts that the layout needs, or if a degree does not divide
+    the number of its blocks, experts, heads or tokens. rows: a few rows of the training data; without any the loss is
+    not computed. Changes neither random numbers nor anything that the workload holds."""
     log = logging.getLogger("torch._subclasses.fake_tensor")  # has a stack of each operation that needs values
     was_disabled, log.disabled = log.disabled, True
     with same_random_numbers(CPU):

@@ -1,8 +1,7 @@
 """Output that user code logs during training: images, text, tables and figures, as files of the run.
 
-Each is named after its step, so that a step which is repeated after an interruption writes the same file. The recorder
-encodes images and writes the files, concurrently with the training.
-"""
+Each file is named after its step, so that a step that is repeated after an interruption writes the same file. The
+recorder encodes images and writes the files, concurrently with the training."""
 
 import csv
 import io
@@ -19,13 +18,13 @@ from scaleray.records.run_record import Emit, EventRecord, LoggedFile, LoggedMet
 LARGEST_BYTES = 2**24
 """Maximum size of a file; larger files are left out."""
 MOST_BYTES = 2**29
-"""Maximum size of all files of a run together; later files are left out."""
+"""Maximum size of all files of a run together; files beyond it are left out."""
 _NAME = re.compile(r"[\w.() -]+(/[\w.() -]+)*")
 
 
 class Logger:
-    """Logs files of a run through `emit`. is_kept: whether this rank's files are stored; those of others are dropped.
-    step: number of the last step. logged_bytes: bytes of all files so far."""
+    """Logs files of a run through `emit`. is_kept: whether the files of this rank are stored; those of other ranks are
+    dropped. step: number of the last step. logged_bytes: bytes of all files so far."""
 
     def __init__(self, emit: Emit, *, is_kept: bool) -> None:
         self._emit, self._is_kept = emit, is_kept
@@ -45,7 +44,7 @@ class Logger:
 
     def log_image(self, name: str, image: Any) -> None:
         """Log an image as PNG: an array (height, width, channels), a tensor (channels, height, width), either without
-        channels, or several images, which become a grid. Floating-point values are from 0 to 1, others are bytes."""
+        channels, or several images, which become a grid. Floating-point values range from 0 to 1, others are bytes."""
         if self._is_kept:
             pixels = as_pixels(name, image)
             self._log(name, "png", pixels.tobytes(), shape=pixels.shape)
@@ -73,7 +72,7 @@ class Logger:
         self._log(name, "csv", text.getvalue().encode())
 
     def log_figure(self, name: str, figure: Any) -> None:
-        """Log a matplotlib figure as PNG. Drawing is immediate and delays the training."""
+        """Log a matplotlib figure as PNG. It is drawn immediately, which delays the training."""
         if not self._is_kept:
             return
         if not callable(getattr(figure, "savefig", None)):
@@ -87,8 +86,8 @@ class Logger:
             raise WorkloadError(
                 "the name of a logged file",
                 name,
-                "it may have letters, digits, . _ - ( ) and spaces, with / between folders",
-                "the step is appended",
+                "it may contain letters, digits, . _ - ( ) and spaces, with / between folders",
+                "leave the step out of the name: it is appended",
             )
         if len(data) > LARGEST_BYTES:
             self._warn(f"{name} has {len(data) / 2**20:.0f} MiB", f"{LARGEST_BYTES // 2**20} MiB a file")
@@ -101,7 +100,7 @@ class Logger:
     def _warn(self, what: str, limit: str) -> None:
         if limit not in self._warned:
             self._warned.add(limit)
-            self.warn(f"{what} is more than {limit}: it is left out, like all further files that are too large")
+            self.warn(f"{what} is more than {limit}: it is left out, as are all further files above the limit")
 
 
 def as_pixels(name: str, image: Any) -> np.ndarray:
@@ -135,7 +134,7 @@ def as_pixels(name: str, image: Any) -> np.ndarray:
 
 
 def _grid(images: np.ndarray) -> np.ndarray:
-    """Images (n, height, width, channels) side by side, row by row, in a grid that is about square."""
+    """Arrange images (n, height, width, channels) row by row in a grid that is about square."""
     num, height, width, channels = images.shape
     across = int(np.ceil(np.sqrt(num)))
     down = -(-num // across)

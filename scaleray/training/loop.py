@@ -1,4 +1,4 @@
-"""The training loop of one worker. It does not depend on Ray or MLflow: records go to a callable.
+"""The training loop of one worker. It does not depend on Ray or MLflow: records are passed to a callable.
 
 Runs in this process, in plain gloo processes and inside Ray Train."""
 
@@ -49,18 +49,18 @@ from scaleray.training.step.worker_shares import WorkerShares
 
 
 class CompilationWatch(Observer):
-    """Observes the compilation of a model; does nothing if nothing is to be compiled."""
+    """Observes the compilation of a model; does nothing if there is nothing to compile."""
 
     def __init__(self, reporter: Reporter) -> None:
         self.reporter = reporter
         self._is_checked = False
 
     def begin(self, setup: Setup) -> None:
-        """Store the parts to be compiled."""
+        """Store the parts that are to be compiled."""
         self._compilation = setup.compilation
 
     def after_step(self, taken: StepRecord) -> None:
-        """Report the parts that were not compiled, as nothing else would report them. Raises ConfigError if
+        """Report the parts that were not compiled, which nothing else would show. Raises ConfigError if
         `compilation.must_succeed` is set."""
         if self._compilation is None or self._is_checked:
             return
@@ -69,7 +69,7 @@ class CompilationWatch(Observer):
             self.reporter.say(text, is_warning=True, step=taken.step)
 
     def report(self) -> dict[str, Any]:
-        """Compiled parts, for the summary."""
+        """The compiled parts, for the summary."""
         if self._compilation is None:
             return {}
         return self.reporter.guard(Watcher.NOTES, self._compilation.report, {}, part="compilation")
@@ -88,9 +88,9 @@ def run(
 ) -> WorkerSummary:
     """Train one worker's share to the end. Collective: every worker of the group calls it with the same job.
 
-    save_weights: called on every rank with its part of the final weights. probe: observes every step. checkpointing:
-    saves the state and decides where to start; without it a run starts at its first step. Raises RunFailedError naming
-    rank, node and step; UsageErrors are raised unchanged."""
+    save_weights: called on every rank with that rank's part of the final weights. probe: observes every step.
+    checkpointing: saves the state and decides where to start; without it, a run starts at its first step. Raises
+    RunFailedError naming rank, node and step; UsageErrors are raised unchanged."""
     progress = progress or Progress()
     place = dataclasses.replace(place, degrees=job.degrees)
     CollectiveLimits(progress, job.config.scale.collective_timeout_s).apply()
@@ -155,8 +155,8 @@ class _Run:
         self.attributes: dict[str, Any] = {}
         self.ahead = self.callbacks.steps_ahead = 0 if is_known_first else steps_ahead(place.device)
         self.under_way: deque[tuple[Launched, dict[str, Any]]] = deque()
-        """Steps that the device was given and the host has not read, in order, each with the loop's facts about it: at
-        most `ahead` between two steps."""
+        """Steps that the device has been given and the host has not read yet, in order, each with the loop's facts
+        about it; at most `ahead` of them between two steps."""
         self.evaluations = Evaluations(place, self.input, progress.enter, job.config)
         resumed_from = checkpointing.resumed_from if checkpointing is not None else None
         before = resumed_from.values[PROGRESS].get("shares") if resumed_from is not None else None
@@ -166,7 +166,7 @@ class _Run:
 
     @property
     def job(self) -> TrainJob:
-        """The training; its recipe has smaller micro-batches once the memory demands it."""
+        """The training. Its recipe uses smaller micro-batches once memory requires it."""
         return self.state.job
 
     def train(self) -> WorkerSummary:
@@ -199,7 +199,7 @@ class _Run:
                     self.reporter.notes()
                 if (verdict := self._steps(setup, step, stream)) is None:
                     setup.let_go()
-                    raise LeftEarly(f"left in good order after step {self.state.step}, whose checkpoint is complete")
+                    raise LeftEarly(f"left cleanly after step {self.state.step}, whose checkpoint is complete")
                 compiled = self._end(setup)
         finally:
             stream.close()
@@ -226,7 +226,7 @@ class _Run:
         return summary
 
     def _steps(self, setup: Setup, step: OptimizerStep, stream: StepStream) -> str | None:
-        """Train to the end and return the verdict; None if the run was asked to stop early."""
+        """Train to the end and return the verdict, or None if the run was asked to stop early."""
         state = self.state
         if self.probe is not None:
             self.probe.on_setup(setup)
@@ -269,8 +269,8 @@ class _Run:
     def _finish_step(
         self, setup: Setup, signals: tuple[float, ...], stream: StepStream, *, ends_epoch: bool
     ) -> tuple[bool, str | None]:
-        """Do what follows the last step: an evaluation, callbacks, a checkpoint. Returns whether the training ends
-        here, and its verdict, which is None if it was asked to stop early."""
+        """Complete the last step: evaluate, call callbacks, save a checkpoint. Returns whether the training ends here,
+        and its verdict, which is None if it was asked to stop early."""
         state, saves, verdict = self.state, self.checkpointing, self.state.verdict
         has_evaluated = verdict is None and self._evaluate_if_due(setup)
         if has_evaluated:
@@ -291,7 +291,7 @@ class _Run:
         return False, None
 
     def _keep(self, signals: tuple[float, ...], *, is_complete: bool) -> None:
-        """Keep the state in memory for the case that another worker is lost."""
+        """Keep the state in memory in case another worker is lost."""
         if self.live is not None and self.checkpointing is not None and self.checkpointing.state is not None:
             self.live.keep(self.checkpointing.state, self.job, self.state.step, signals, is_complete=is_complete)
 
@@ -385,12 +385,12 @@ class _Run:
         return True
 
     def _check_after_callbacks(self) -> None:
-        """Refuse a callback's change before a checkpoint is taken, which would lack it."""
+        """Raise an error if a callback has made a change that the checkpoint about to be taken would not contain."""
         if self.callbacks.callbacks:
             self.fixed.check(self.state.step + 1)
 
     def _train_state(self, setup: Setup, step: OptimizerStep) -> TrainState:
-        """Complete state of the training, for its checkpoints."""
+        """The complete state of the training, for its checkpoints."""
         kept = LoopCheckpoint(self.state, step, self.evaluations, self.clock, self.noise, self.shares, self.micro_sizes)
         seed, workload = self.job.config.seed, self.job.workload
         has_state = callable(getattr(workload, "state_dict", None)) or self.callbacks.have_state
@@ -430,7 +430,7 @@ class _Run:
         return step
 
     def _settle(self, setup: Setup, step: OptimizerStep, first: RankBatch) -> None:
-        """Inspect the first batch, then decide everything that depends on it: micro-batches, and how noise is
+        """Inspect the first batch, then settle everything that depends on it: micro-batches and how noise is
         measured."""
         job, gives_tuples = self.job, self.job.splits[TRAIN].gives_tuples
         with eagerly() if setup.compilation else contextlib.nullcontext():
@@ -456,7 +456,7 @@ class _Run:
         step.noise = self.noise.start(job.config, self.job.recipe, setup, self.place, self.reporter.say)
 
     def _use(self, recipe: Recipe, setup: Setup, *, was_halved: bool = False) -> None:
-        """Continue with smaller micro-batches, in evaluations too."""
+        """Continue with smaller micro-batches, also in evaluations."""
         if was_halved:
             self.micro_sizes.say_halved(self.job.recipe, recipe, step=self.state.step)
         self.micro_sizes.now = recipe.micro_batch_size
@@ -464,7 +464,7 @@ class _Run:
         self.evaluations.prepare(self.job, setup)
 
     def _end(self, setup: Setup) -> dict[str, Any]:
-        """Evaluate and save for the last time, and return the compiled parts."""
+        """Evaluate and save for the last time. Returns the compiled parts."""
         is_new = self._evaluate_if_due(setup, at_end=True)
         if not is_new and self.evaluations.step == self.state.step == self.first_step and self.place.rank == 0:
             self.reporter.emit(EvaluationRecord(self.state.step, dict(self.evaluations.metrics), 0.0))  # after its end
@@ -476,7 +476,7 @@ class _Run:
         if attributes := self.fixed.attributes():
             self.attributes = attributes
             text = ", ".join(f"{name.replace('/', '.')} = {value}" for name, value in list(attributes.items())[:5])
-            self.reporter.say(f"attributes changed in training: {text}; load, evaluate and predict set them again")
+            self.reporter.say(f"attributes changed during training: {text}; load, evaluate and predict set them again")
         self.progress.enter(Phase.END)
         hand_on_weights(setup, self.save_weights, self.job.config, reporter=self.reporter, step=self.state.step)
         return compiled

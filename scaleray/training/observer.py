@@ -1,7 +1,7 @@
 """Interface for observing a training; there is no other.
 
-An observer reads and reports; without it the weights are the same to the bit. All decisions about the training (its
-target, its checkpoints, the shares of its workers) are in the loop itself."""
+An observer reads and reports; with or without it, the weights are the same to the bit. All decisions about the training
+(its target, its checkpoints, the shares of its workers) are made in the loop itself."""
 
 from __future__ import annotations
 
@@ -20,27 +20,26 @@ class Observer:
     the same observers, in the same order."""
 
     def begin(self, setup: Setup) -> None:
-        """Receive the training once it is set up: nothing is restored or trained yet."""
+        """Receive the training once it is set up, before anything is restored or trained."""
 
     def during_step(self, number: int) -> contextlib.AbstractContextManager[None] | None:
-        """Context in which step `number`, counted from 1, computes its gradients and updates the weights; None for most
-        observers."""
+        """Context in which step `number`, counted from 1, computes its gradients and updates the weights; None if the
+        observer needs none."""
         return None
 
     def after_launch(self) -> None:
-        """Receive a measurement of a step in addition to its result; it may be known later."""
+        """Measure a step that has been launched, in addition to its result, which may be known only later."""
 
     def after_step(self, taken: StepRecord) -> None:
-        """Receive a step whose result is known: all of them, in order. On a device that computes asynchronously the
-        training may be some steps further. Raises an error if the training must not continue as requested.
-        """
+        """Receive a step whose result is known. All steps arrive, in order. On a device that computes asynchronously
+        the training may be a few steps ahead. Raises an error if the training must not continue."""
 
     def close(self) -> None:
-        """Restore the model to its previous state. Called at the end, after errors too."""
+        """Restore the model to its previous state. Called at the end, also after errors."""
 
 
 class Observers(Observer):
-    """Several observers as one, called in order."""
+    """Several observers that act as one, called in order."""
 
     def __init__(self, *observers: Observer) -> None:
         self.observers = observers
@@ -75,6 +74,6 @@ class Observers(Observer):
 
 
 def _watching(observers: Sequence[Observer], moment: str) -> tuple[Observer, ...]:
-    """Observers that override the method."""
+    """Observers that override this method."""
     idle = getattr(Observer, moment)
     return tuple(each for each in observers if getattr(getattr(each, moment), "__func__", None) is not idle)

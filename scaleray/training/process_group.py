@@ -1,4 +1,4 @@
-"""The process group that a worker forms with others."""
+"""Process group that a worker forms with other workers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def join_group(
     local_world_size: int,
     node_rank: int,
 ) -> None:
-    """Form a process group with other workers at a store, under the variables that torchrun sets. Collective. name: of
-    the group, for reports of hangs. node: address of this machine."""
+    """Form a process group with other workers at a store, using the variables that torchrun sets. Collective. name:
+    name of the group, for reports of hangs. node: address of this machine."""
     flight_recorder.switch_on()
     os.environ |= {
         GROUP_VARIABLE: name,
@@ -58,6 +58,6 @@ def join_group(
 
 
 def interface_of(address: str) -> str | None:
-    """Name of this machine's network interface with the address; None if none has it."""
+    """Name of this machine's network interface with this address; None if there is none."""
     found = psutil.net_if_addrs().items()
     return next((name for name, addresses in found if any(a.address == address for a in addresses)), None)

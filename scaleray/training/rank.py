@@ -1,4 +1,4 @@
-"""One rank of a run, in any kind of process: its checkpoints, its watchdog thread, and the loop."""
+"""One rank of a run, in any kind of process: its checkpoints, its watchdog thread, and its loop."""
 
 import contextlib
 import math
@@ -35,9 +35,9 @@ HANG_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 class Channel:
     """Connection of a rank to the recorder of its run.
 
-    send: takes messages from several threads, without waiting. beat: delivers a heartbeat and returns the recorder's
-    request. flush: waits until all messages have arrived. durable: the recorder's state once it has written them, for
-    checkpoints."""
+    send: takes messages from several threads, without blocking. beat: delivers a heartbeat and returns the recorder's
+    request. flush: waits until all messages have arrived. durable: the recorder's state once everything in it is
+    written, for checkpoints."""
 
     send: Emit
     beat: Callable[[Heartbeat], ControlRequest]
@@ -64,8 +64,8 @@ def run_rank(
 
     facts: the run's facts for every checkpoint. control: requests to this rank from its own process. tail: last lines
     of the process's output. ends_hangs: end the process if it hangs; otherwise it may wait in a debugger for hours.
-    is_watched: a watch on the whole group records where its ranks stall. live: state in memory, to continue from.
-    holders: processes for copies of the state in memory."""
+    is_watched: a watch on the whole group already records where its ranks stall. live: state in memory from which to
+    continue. holders: processes that hold copies of the state in memory."""
     progress, control, timeout_s = Progress(), control or Control(), job.config.scale.collective_timeout_s
     if context.device.type == "cpu":
         torch.set_num_threads(max(1, int(job.config.scale.cpus_per_worker)))

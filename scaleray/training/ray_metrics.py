@@ -1,7 +1,7 @@
 """Publish series of metrics through Ray's nodes, where Prometheus scrapes them.
 
-Setting a value takes two microseconds and does not block: Ray's core exports values every ten seconds in its own
-thread. It drops gauges that were not set for two of these intervals, so those of a finished run vanish."""
+Setting a value takes two microseconds and does not block, because Ray's core exports values every ten seconds in its
+own thread. Ray drops gauges that have not been set for two of these intervals, so those of a finished run disappear."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RayMetrics:
         self._turn = threading.Lock()  # two at once would count the same twice
 
     def publish(self, series: Sequence[Series]) -> None:
-        """Set all gauges and increase counters to their values, from any thread. Ray leaves out values that are not
+        """Set all gauges and increase all counters to these values, from any thread. Ray leaves out values that are not
         finite."""
         with self._turn:
             self._publish(series)
@@ -62,7 +62,7 @@ def _make(kind: str, name: str, help: str, labels: tuple[str, ...]) -> Any:
 
 
 class RankPublisher:
-    """Publishes this rank's newest sample every `PUBLISH_EVERY_S`, in a thread, so that it stays visible while a step
+    """Publishes this rank's newest sample every `PUBLISH_EVERY_S`, in a thread, so that it remains visible while a step
     hangs."""
 
     def __init__(self, run_name: str, run_id: str, to: Callable[[Sequence[Series]], None] | None = None) -> None:

@@ -133,7 +133,7 @@ def test_attributes_that_a_callback_changes_belong_to_the_weights(trained, tmp_p
     }
     found = scaleray.train(config, local=True)
     assert found.attributes == {"1/negative_slope": pytest.approx(2.4)}
-    assert any("attributes changed in training: 1.negative_slope = 2.4" in event for event in found.events)
+    assert any("attributes changed during training: 1.negative_slope = 2.4" in event for event in found.events)
     assert scaleray.evaluate(found.run_dir, local=True, record=False).metrics == pytest.approx(found.metrics, rel=1e-6)
     assert scaleray.load(found.run_dir).module[1].negative_slope == pytest.approx(2.4)
     pack(find_trained(found.run_dir), find_parts(found.run_dir), tmp_path / "packed")

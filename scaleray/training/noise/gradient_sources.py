@@ -1,7 +1,7 @@
 """Sources of a step's gradients at two batch sizes: the workers, the first micro-batch, or the previous step.
 
-Sources read gradients and do not change them. A rank's accumulated gradient is that of the summed loss times `loss
-scale x divisor / expected count`. Multiplied by `correction`, as in the step, it is the mean gradient."""
+Sources read gradients without changing them. The gradient accumulated on a rank is that of the summed loss times `loss
+scale x divisor / expected count`. Multiplied by `correction`, as in the step, it becomes the mean gradient."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,18 +20,18 @@ from scaleray.training.setup.rank_context import RankContext
 
 NOTHING = Parts(0.0, 0.0, 0.0)
 SPOILED = Parts(math.nan, math.nan, math.nan)
-"""Parts of a rank whose measurement failed: the rank still takes part in sums, which then do not count."""
+"""Parts of a rank whose measurement failed: the rank still takes part in sums, whose results are then discarded."""
 Guarded = Callable[[Callable[[], Any], Any], Any]
-"""Function that calls code of this rank which may fail, and returns its result, or the second argument on failure.
+"""Function that calls this rank's code, which may fail, and returns its result, or the second argument on failure.
 Collectives stay outside of it."""
 
 
 @dataclass(frozen=True)
 class StepGradients:
-    """A step whose gradients are stored in the parameters, unscaled and before clipping. Counts are the loss's; rows
-    are samples.
+    """A step whose gradients are stored in the parameters, unscaled and before clipping. Counts are those of the loss;
+    rows are samples.
 
-    In a local step all values are this rank's own; otherwise all but `own_count` are those of all ranks together."""
+    In a local step, all values are this rank's own; otherwise all but `own_count` cover all ranks together."""
 
     correction: float
     loss_scale: float
@@ -51,7 +51,7 @@ class StepGradients:
 
 @dataclass(frozen=True)
 class Seen:
-    """Parts of a batch, and the squared norm of the whole batch's mean gradient. Sizes in samples."""
+    """Parts of a batch, and the squared norm of the whole batch's mean gradient. Sizes are in samples."""
 
     parts: Parts
     whole_square: float
@@ -59,19 +59,20 @@ class Seen:
 
 
 class Source(Protocol):
-    """Source of a step's gradients at another batch size than the whole batch."""
+    """Source of a step's gradients at a batch size other than the whole batch."""
 
     def begin(self, *, is_local: bool) -> None:
         """Begin a measured step, or begin it again."""
 
     def before_pass(self, weight: int, count: Number) -> None:
-        """Note that a forward pass of `weight` rows follows, 0 for a placeholder; passes so far counted `count`."""
+        """Note that a forward pass of `weight` rows follows (0 for a placeholder), and that the step's passes so far
+        have the total count `count`."""
 
     def before_last_backward(self) -> None:
         """Note that the next backward pass is the step's last."""
 
     def seen(self, step: StepGradients) -> Callable[[], Seen]:
-        """Return a function for the observed norms: until it is called, ranks sum them in the background. Collective,
+        """Return a function for the observed norms; until it is called, ranks sum them in the background. Collective,
         unless the step is local."""
 
     def end(self) -> None:
@@ -79,7 +80,7 @@ class Source(Protocol):
 
 
 class Workers:
-    """Each worker's own gradient before it is combined with the others."""
+    """Each worker's own gradient, before it is combined with those of the others."""
 
     def __init__(
         self, parallel: Parallel, parameters: Sequence[nn.Parameter], place: RankContext, view: View, guarded: Guarded
@@ -183,8 +184,8 @@ class FirstMicroBatch:
 
 
 class ConsecutiveSteps:
-    """This step's gradient and the last one's, as halves of a batch of two steps. Biased, since parameters move between
-    them."""
+    """Gradients of this step and the previous one, as halves of a batch of two steps. Biased, since parameters move
+    between them."""
 
     def __init__(self, parallel: Parallel, parameters: Sequence[nn.Parameter], view: View, guarded: Guarded) -> None:
         self.parallel, self._view, self._guarded = parallel, view, guarded
@@ -236,8 +237,8 @@ class ConsecutiveSteps:
 
 
 def as_viewed(view: View, gradients: Mapping[nn.Parameter, torch.Tensor], guarded: Guarded) -> list[torch.Tensor]:
-    """Tensors whose common norm is that of the gradients for measuring noise; NaN on failure, since the ranks still sum
-    it."""
+    """Tensors whose combined norm is that of the gradients for measuring noise; NaN on failure, since the ranks still
+    sum it."""
     found: list[torch.Tensor] | None = guarded(lambda: view.all(gradients), None)
     if found is None:
         first, *rest = gradients.values()
@@ -261,8 +262,8 @@ def _part(square_times_count: float, count: float) -> Parts:
 
 
 def _all_parts(own: Parts, place: RankContext, step: StepGradients) -> Callable[[], Seen]:
-    """Function that returns this rank's parts together with those of all other ranks. Collective, unless the step is
-    local."""
+    """Start summing this rank's parts over all ranks; the returned function yields the result. Collective, unless the
+    step is local."""
     if step.is_local or place.world_size == 1:
         return lambda: _in_samples(own, step)
     total = _sum([own.weighted_squares, own.size, own.num_parts, step.share_of_square], place)

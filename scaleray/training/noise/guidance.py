@@ -1,7 +1,7 @@
-"""Choice of the next trial of a grid, to find the fastest way to a target with few samples.
+"""Chooses the next trials of a grid in order to find the fastest way to a target with few samples.
 
-Two trainings measure noise and throughput. Goodput over all batch sizes follows from them, and further trials explore
-its highest point: other rules there, then its neighbours, until all are slower or the budget is spent."""
+Two trainings measure noise and throughput. From these follows the goodput at every batch size. Further trials explore
+its peak: first other rules there, then neighbouring sizes, until all are slower or the budget is spent."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ from scaleray.training.noise.statistical_efficiency import (
 
 
 def adascale_gain(kappa: float, *, square: float, trace: float) -> float:
-    """Number of reference steps that a step of `kappa` times as many samples is worth, in [1, kappa] for a kappa of at
+    """Number of reference steps that one step of `kappa` times as many samples is worth; in [1, kappa] for kappa of at
     least 1.
 
     square: |G|^2; trace: trace of the covariance of the reference batch's mean gradient. AdaScale multiplies the
-    learning rate by the gain (Adam: by its square root).
-    """
+    learning rate by this gain (for Adam, by its square root)."""
     square, trace = max(0.0, square), max(0.0, trace)
     if square == 0 and trace == 0:
         return 1.0  # no gradient: nothing is gained by more samples
@@ -41,7 +40,7 @@ def adascale_gain(kappa: float, *, square: float, trace: float) -> float:
 
 
 SPREAD = 4
-"""Ratio of the first two batch sizes: their noise is then trusted over a range of 64."""
+"""Ratio between the first two batch sizes. Their noise is then trusted over a 64-fold range."""
 WORTHWHILE = 0.9
 """Minimum predicted goodput of a neighbour, relative to the best measured one, for it to be tried."""
 NEVER_RAN = ("failed", "never fits")
@@ -49,10 +48,10 @@ NEVER_RAN = ("failed", "never fits")
 
 @dataclass(frozen=True)
 class Cell:
-    """A setting of the grid. numbers: those of its trials, one for each seed; arm: everything but the batch size.
+    """One setting of the grid. numbers: numbers of its trials, one for each seed. arm: everything but the batch size.
 
-    most_samples: samples of its whole training. same_as: equal for cells of one training (every rule at the reference
-    batch)."""
+    most_samples: samples of its whole training. same_as: equal for cells that are the same training, as are all rules
+    at the reference batch."""
 
     numbers: tuple[int, ...]
     batch_size: int
@@ -64,7 +63,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class Result:
-    """Medians over the trials of a cell. samples: samples to the target; None if more than half missed it."""
+    """Medians over the trials of a cell. samples: samples needed to reach the target; None if more than half of the
+    trials missed it."""
 
     cell: Cell
     samples: float | None
@@ -75,15 +75,15 @@ class Result:
 
 @dataclass(frozen=True)
 class Guide:
-    """Search of a grid. arms: settings other than the batch size, the theoretically preferred one first. reference:
-    batch size at which the learning rate was tuned."""
+    """Search of a grid. arms: settings other than the batch size, beginning with the one that theory prefers.
+    reference: batch size at which the learning rate was tuned."""
 
     cells: Sequence[Cell]
     arms: Sequence[str]
     reference: int
     workers: int = 1
     share: float = 0.2
-    """Maximum share of the whole grid's samples."""
+    """Maximum number of samples to spend, as a share of the whole grid's."""
     by_place: dict[tuple[int, str], Cell] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class Guide:
         return sorted({cell.batch_size for cell in self.cells})
 
     def results(self, trials: Sequence[Trial]) -> dict[tuple[int, str], Result]:
-        """Results so far, by batch size and arm; a training that counts for several arms is listed under one."""
+        """Results so far, by batch size and arm. A training that several arms share is listed under one of them."""
         by_number = {trial.number: trial for trial in trials if trial.same_as is None}
         found = {}
         for cell in self.cells:
@@ -104,8 +104,8 @@ class Guide:
         return found
 
     def first_cells(self) -> list[Cell]:
-        """The two trainings that measure noise: at the reference batch, and at 4 times its size or the nearest
-        available."""
+        """The two trainings that measure noise: at the reference batch size, and at 4 times that size or the nearest
+        one available."""
         sizes = self.sizes
         first = min(sizes, key=lambda b: (abs(math.log(b / self.reference)), b))
         others = [size for size in sizes if size != first]
@@ -138,7 +138,8 @@ class Guide:
         return [] if outlook is None else self._wanted(self.results(trials), outlook)
 
     def outlook(self, trials: Sequence[Trial]) -> Outlook | None:
-        """Samples, throughput and goodput of every batch size by the trials; None until one has reached the target."""
+        """Samples, throughput and goodput at every batch size, based on the trials; None until one has reached the
+        target."""
         results = self.results(trials)
         return Outlook.of(self, results)
 
@@ -147,7 +148,7 @@ class Guide:
         return self.share * self.grid_samples(outlook)
 
     def grid_samples(self, outlook: Outlook) -> float:
-        """Known or predicted samples of the whole grid; equal trainings count once."""
+        """Known or predicted samples of the whole grid; identical trainings count once."""
         trainings: dict[tuple[int, str], Cell] = {}
         for cell in self.cells:
             if outlook.is_measured(cell) or (cell.batch_size, cell.same_as) not in trainings:
@@ -155,11 +156,11 @@ class Guide:
         return sum(map(outlook.samples_of, trainings.values()))
 
     def spent(self, trials: Sequence[Trial]) -> int:
-        """Number of samples of the trials that ran."""
+        """Number of samples used by the trials so far."""
         return sum(trial.samples for trial in trials if trial.same_as is None)
 
     def fastest(self, trials: Sequence[Trial]) -> Result | None:
-        """The cell with the shortest time to the target among those that ran."""
+        """The cell that reached the target in the shortest time."""
         outlook = self.outlook(trials)
         return None if outlook is None else outlook.fastest
 
@@ -167,8 +168,8 @@ class Guide:
         return next(self.by_place[size, arm] for arm in self.arms if (size, arm) in self.by_place)
 
     def _wanted(self, results: dict[tuple[int, str], Result], outlook: Outlook) -> list[Cell]:
-        """Cells worth running: the predicted best, then the best one's other arms, its neighbours, and their other
-        arms."""
+        """Cells worth running: the best one by prediction, then the other arms of the best one, its neighbours, and
+        their other arms."""
         best = outlook.fastest
         promising = max((p for p in outlook.points if p.is_trusted), key=lambda p: p.goodput.value, default=None)
         if promising is not None and not any(size == promising.batch_size for size, _ in results):
@@ -192,13 +193,13 @@ class Guide:
         return [cell for b in beside if goodput[b].value >= least for cell in self._unknown_arms(b, results)]
 
     def _unknown_arms(self, size: int, results: dict[tuple[int, str], Result]) -> list[Cell]:
-        """Cells of a batch size whose training has not run, one for each training."""
+        """Cells of a batch size that have not run, one for each distinct training."""
         cells = [self.by_place[size, arm] for arm in self.arms if (size, arm) in self.by_place]
         unknown = [cell for cell in cells if not self._is_known(cell, results)]
         return list({cell.same_as: cell for cell in reversed(unknown)}.values())[::-1]
 
     def _is_known(self, cell: Cell, results: dict[tuple[int, str], Result]) -> bool:
-        """Whether the cell, or another arm that is the same training, ran."""
+        """Whether the cell, or another arm that is the same training, has run."""
         return any(
             size == cell.batch_size and (arm == cell.arm or found.cell.same_as == cell.same_as)
             for (size, arm), found in results.items()
@@ -207,8 +208,8 @@ class Guide:
 
 @dataclass(frozen=True)
 class Outlook:
-    """Samples to the target, throughput and goodput at every batch size, measured or predicted. fastest: the fastest
-    cell that ran."""
+    """Samples to the target, throughput and goodput at every batch size, measured or predicted. fastest: fastest cell
+    that has run."""
 
     points: list[GoodputPoint]
     fastest: Result
@@ -244,7 +245,7 @@ class Outlook:
         return cls(points, fastest, throughput, {place: result.spent for place, result in results.items()})
 
     def is_measured(self, cell: Cell) -> bool:
-        """Whether the cell's trials ran."""
+        """Whether the trials of the cell have run."""
         return (cell.batch_size, cell.arm) in self.measured_samples
 
     def samples_of(self, cell: Cell) -> float:
@@ -290,8 +291,8 @@ def _fitted(guide: Guide, results: dict[tuple[int, str], Result]) -> ThroughputM
 
 
 def _rate(guide: Guide, size: int, results: dict[tuple[int, str], Result], throughput: ThroughputModel) -> Estimate:
-    """Samples per second at a batch size: measured by trials whose micro-batches were not reduced to measure noise, or
-    predicted by the model."""
+    """Samples per second at a batch size: measured by trials whose micro-batches were not reduced in order to measure
+    noise, or else predicted by the model."""
     found = [
         r.samples_per_s for (b, _), r in results.items() if b == size and r.samples_per_s and r.cell.micro_size is None
     ]

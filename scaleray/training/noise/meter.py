@@ -1,7 +1,7 @@
-"""Meter of the gradient noise scale: measures during the training, without changing it, and keeps averages.
+"""Meter of the gradient noise scale: measures it during the training, without affecting it, and keeps averages.
 
-Every `noise_scale.every_steps` steps: squared norms of gradients of two sizes, one small all-reduce, two averages. The
-arithmetic is in `scaling.noise.noise_scale`; `training.noise.sources` reads the gradients."""
+Every `noise_scale.every_steps` steps it takes squared norms of gradients at two batch sizes, one small all-reduce, and
+updates two averages. The arithmetic is in `scaling.noise.noise_scale`; `training.noise.sources` reads the gradients."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -28,15 +28,15 @@ from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.rank_context import RankContext
 
 FIRST_PRECONDITIONED_STEP = 6
-"""First step that is measured with preconditioning. Before it, Adam's second moments come from a few gradients, with
-which the next one is correlated."""
+"""First step that is measured with preconditioning. Before it, Adam's second moments are based on too few gradients,
+with which the next one is correlated."""
 CURVE_POINTS = 256
 
 
 class NoiseMeter:
     """Measurement of the gradient noise scale from the gradients of training steps.
 
-    The methods that read gradients do nothing in a step that is not measured. All ranks must call them."""
+    In a step that is not measured, the methods that read gradients do nothing. All ranks must call them."""
 
     def __init__(self, config: RunConfig, setup: Setup, place: RankContext, source: SourceName, guard: Guard) -> None:
         settings = config.noise_scale
@@ -68,8 +68,8 @@ class NoiseMeter:
         return ConsecutiveSteps(parallel, parameters, self._view, self._look)
 
     def _look(self, look: Callable[[], Any], otherwise: Any) -> Any:
-        """Run a guarded part of the measurement that concerns only this rank. Collectives stay outside: a rank whose
-        measurement has failed takes part in them."""
+        """Run a guarded part of the measurement that concerns only this rank. Collectives must stay outside, since a
+        rank whose measurement has failed still takes part in them."""
         return self._guard(Watcher.NOISE, look, otherwise)
 
     def begin(self, step: int, *, is_local: bool) -> None:
@@ -86,7 +86,8 @@ class NoiseMeter:
             self._source.begin(is_local=is_local)
 
     def before_pass(self, weight: int, count: Number) -> None:
-        """Note that a forward pass of `weight` rows follows; the step's passes so far counted `count`."""
+        """Note that a forward pass of `weight` rows follows, and that the step's passes so far have the total count
+        `count`."""
         if self.is_measuring:
             self._source.before_pass(weight, count)
 
@@ -102,14 +103,14 @@ class NoiseMeter:
 
     @property
     def looks_at_gradients(self) -> bool:
-        """Whether `after_backward` measures in this step, which reads numbers from the device."""
+        """Whether `after_backward` measures or stores gradients in this step, which reads numbers from the device."""
         return self.is_measuring or self._is_kept
 
     def after_backward(
         self, norm: float | None, *, correction: float, loss_scale: float, count: float, own_count: float, num_rows: int
     ) -> None:
-        """Measure the step's gradients in the parameters, unscaled and not clipped. norm: norm of the mean gradient,
-        required if `wants_norm`. Collective, unless the step is local."""
+        """Measure the step's gradients in the parameters, unscaled and not yet clipped. norm: norm of the mean
+        gradient, required if `wants_norm`. Collective, unless the step is local."""
         if self.is_measuring:
             share = 0.0
             if norm is None or self.settings.preconditioned:
@@ -143,8 +144,7 @@ class NoiseMeter:
 
     def settle(self, num_samples: int) -> None:
         """Add the measurement of a complete step, which the ranks have summed during the optimizer's update.
-        num_samples: samples of the step's global batch.
-        """
+        num_samples: samples in the step's global batch."""
         if self._pending is not None:
             (get_seen, step), self._pending = self._pending, None
             seen = get_seen()
@@ -168,11 +168,11 @@ class NoiseMeter:
         self._metrics = _metrics(self.averages)
 
     def metrics(self) -> dict[str, float]:
-        """The averages by metric name; the noise scale is left out while it is too large to be resolved."""
+        """The averages by metric name, without the noise scale while it is too large to be resolved."""
         return self._metrics
 
     def values(self) -> dict[str, Any]:
-        """Averages with an interval, their method and history, for the run's record."""
+        """Averages with an interval, the method and the history, for the run's record."""
         averages = self.averages
         interval, effective = averages.interval(), self._windows.effective(self._sizes.large)
         return {
@@ -207,8 +207,8 @@ class NoiseMeter:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue with a checkpoint's averages, unless they are of another kind, or biased while the current ones are
-        not."""
+        """Continue with a checkpoint's averages, unless they are of another kind, or are biased while the current ones
+        are not."""
         averages = NoiseAverages.from_state(state["averages"])
         self._samples = int(state["samples"])
         if state["preconditioned"] != self.settings.preconditioned or averages.is_biased > self.averages.is_biased:
@@ -246,8 +246,8 @@ class _Sizes:
 
 
 class _Curve:
-    """Points (samples, noise scale) of the training, at most `CURVE_POINTS`: if there are more, every second one is
-    left out."""
+    """Points (samples, noise scale) of the training, at most `CURVE_POINTS`; beyond that, every second one is
+    dropped."""
 
     def __init__(self) -> None:
         self.points: list[tuple[int, float | None]] = []

@@ -1,8 +1,8 @@
 """Gradient noise: |G|^2, the trace of the gradient's covariance, and the batch size at which noise equals signal.
 
-The quantities are measured from the norms of gradients at two batch sizes. Both are unbiased but their ratio is not, so
-they are averaged separately and divided last. Sizes and noise scales are in samples. Source: McCandlish et al. 2018,
-arXiv:1812.06162, appendix A.1."""
+The quantities are measured from the norms of gradients at two batch sizes. Both estimates are unbiased but their ratio
+is not, so they are averaged separately and divided last. Sizes and noise scales are in samples. Source: McCandlish et
+al. 2018, arXiv:1812.06162, appendix A.1."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MOST_WINDOWS = 64
 
 @dataclass(frozen=True)
 class NoiseSample:
-    """One measurement, unbiased in both quantities. `square`, an estimate of |G|^2, is often negative if noise is
-    large; `trace` is that of one sample: gradients of B samples have a covariance of trace / B."""
+    """One measurement, unbiased in both quantities. `square` estimates |G|^2 and is often negative if noise is large.
+    `trace` is that of one sample: gradients of B samples have a covariance of trace / B."""
 
     square: float
     trace: float
@@ -39,7 +39,7 @@ class Parts:
 
     @classmethod
     def of(cls, size: float, square: float) -> Parts:
-        """A single part with this squared norm of its mean gradient; a part of size 0 does not count."""
+        """A single part with this squared norm of its mean gradient; a part of size 0 is not counted."""
         return cls(size * square, size, 1.0) if size > 0 else cls(0.0, 0.0, 0.0)
 
     def __add__(self, other: Parts) -> Parts:
@@ -54,14 +54,15 @@ class Parts:
 
     @property
     def effective_size(self) -> float:
-        """Batch size at which `mean_square` is the expected squared norm."""
+        """Batch size at which the expected squared norm is `mean_square`."""
         return self.size / self.num_parts
 
 
 def estimate(parts: Parts, *, whole_square: float, whole_size: float) -> NoiseSample | None:
-    """|G|^2 and trace from parts of a batch and the squared norm of the whole batch's mean gradient.
+    """Estimate |G|^2 and trace from the parts of a batch and the squared norm of the whole batch's mean gradient.
 
-    The parts need not cover the batch. None if a norm is not finite, or the parts are not smaller than the whole."""
+    The parts need not cover the batch. Returns None if a norm is not finite, or if the parts are not smaller than the
+    whole."""
     if parts.size <= 0 or not (math.isfinite(parts.weighted_squares) and math.isfinite(whole_square)):
         return None
     small = parts.effective_size
@@ -73,10 +74,10 @@ def estimate(parts: Parts, *, whole_square: float, whole_size: float) -> NoiseSa
 
 
 class NoiseAverages:
-    """Separate exponential averages of |G|^2 and trace with bias correction, and the resulting noise scale.
+    """Exponential averages of |G|^2 and trace, each with bias correction, and the resulting noise scale.
 
-    The averages are sums of weighted values over the sum of weights, so that the first value counts fully; products are
-    kept too, for an interval. `state` has plain numbers, exact to the bit."""
+    The averages are sums of weighted values over the sum of weights, so that the first value counts fully. Products are
+    kept as well, for an interval. `state` consists of plain numbers and is exact to the bit."""
 
     FIELDS = ("weight", "weight_of_squares", "square", "trace", "square_square", "square_trace", "trace_trace")
 
@@ -89,8 +90,8 @@ class NoiseAverages:
         rate, since the gradient moves between them."""
 
     def add(self, sample: NoiseSample | None, *, factor: float) -> bool:
-        """Add one measurement; `factor` in [0, 1] multiplies the weight of earlier ones. A missing or non-finite one is
-        only counted: the result is then False."""
+        """Add one measurement; `factor` in [0, 1] multiplies the weight of earlier ones. A missing or non-finite
+        measurement is only counted, and the result is then False."""
         if sample is None or not (math.isfinite(sample.square) and math.isfinite(sample.trace)):
             self.num_rejected += 1
             return False
@@ -107,7 +108,7 @@ class NoiseAverages:
 
     @property
     def square(self) -> float:
-        """Average of |G|^2; negative if it may be 0 within its noise. NaN before the first measurement."""
+        """Average of |G|^2; negative if the true value may be 0 within the noise. NaN before the first measurement."""
         return self._mean("square")
 
     @property
@@ -117,9 +118,8 @@ class NoiseAverages:
 
     @property
     def noise_scale(self) -> float:
-        """Noise scale, trace / |G|^2, in samples: infinite if |G|^2 may be 0 within its noise, which means larger than
-        can be resolved here; NaN before the first measurement.
-        """
+        """Noise scale, trace / |G|^2, in samples. Infinite if |G|^2 may be 0 within its noise: the scale is then too
+        large to be resolved. NaN before the first measurement."""
         if self.num_samples == 0:
             return math.nan
         if self.square <= 0:
@@ -158,13 +158,13 @@ class NoiseAverages:
         return Estimate(value, min(least, value), max(most, value))
 
     def state(self) -> dict[str, Any]:
-        """All sums and counts, as values that JSON can hold."""
+        """All sums and counts, as values that can be stored in JSON."""
         counts = {"num_samples": self.num_samples, "num_rejected": self.num_rejected, "is_biased": self.is_biased}
         return {**self._sums, **counts}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> NoiseAverages:
-        """The averages of a `state`."""
+        """Restore the averages from a `state`."""
         averages = cls(is_biased=bool(state["is_biased"]))
         averages._sums = {name: float(state[name]) for name in cls.FIELDS}
         averages.num_samples, averages.num_rejected = int(state["num_samples"]), int(state["num_rejected"])
@@ -175,10 +175,11 @@ class NoiseAverages:
 
 
 class NoiseWindows:
-    """Plain sums of measurements over parts of a training: at most `MOST_WINDOWS`, with equally many measurements.
+    """Plain sums of measurements over parts of a training: at most `MOST_WINDOWS` parts, each with the same number of
+    measurements.
 
-    The samples that a whole training takes at another batch size depend on the noise of every part of it. An average of
-    |G|^2 over the whole training is dominated by its beginning, where gradients are largest."""
+    The number of samples that a whole training takes at another batch size depends on the noise of every part of it. An
+    average of |G|^2 over the whole training would be dominated by its beginning, where gradients are largest."""
 
     FIELDS = ("until", "count", "s", "t", "ss", "st", "tt")
 
@@ -187,7 +188,7 @@ class NoiseWindows:
         self._a_window = 1
 
     def add(self, sample: NoiseSample, *, at_samples: int) -> None:
-        """Add a measurement taken after so many samples of training."""
+        """Add a measurement taken after this many samples of training."""
         s, t = sample.square, sample.trace
         new = [float(at_samples), 1.0, s, t, s * s, s * t, t * t]
         if self._rows and self._rows[-1][1] < self._a_window:
@@ -200,11 +201,11 @@ class NoiseWindows:
             self._a_window *= 2
 
     def effective(self, batch_size: float, *, num_parts: int = 8) -> Estimate | None:
-        """The one noise scale that represents the whole training with batches of this size, with a 95 % interval.
+        """Single noise scale that represents the whole training with batches of this size, with a 95 % interval.
 
-        With phi_w of each part of the training, a training with batches of B to the same loss takes (phi + B) / (phi +
+        With phi_w of each part of the training, a training to the same loss with batches of B takes (phi + B) / (phi +
         B_0) times as many samples as this one with B_0, where 1 / (phi + B_0) is the mean of 1 / (phi_w + B_0) over its
-        samples. None for fewer than 2 measurements a part."""
+        samples. None for fewer than 2 measurements per part."""
         rows = self._in_parts(num_parts)
         if len(rows) < 2 or min(row[1] for row in rows) < 2:
             return None
@@ -227,7 +228,7 @@ class NoiseWindows:
         return Estimate(value, low, high)
 
     def state(self) -> dict[str, Any]:
-        """All sums and counts, as values that JSON can hold."""
+        """All sums and counts, as values that can be stored in JSON."""
         return {"a_window": self._a_window, "rows": [list(row) for row in self._rows]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -245,8 +246,8 @@ class NoiseWindows:
 
 
 def forgetting(factor: float, *, batch_size: float, reference_batch_size: float, num_steps: int = 1) -> float:
-    """Factor of the weight of earlier measurements after `num_steps` steps, such that averages reach back equally many
-    samples for any batch size: factor^(steps x B / B_ref). Source: AdaptDL's `gradient_noise_scale.py`."""
+    """Factor for the weight of earlier measurements after `num_steps` steps, chosen so that averages reach back equally
+    many samples at any batch size: factor^(steps x B / B_ref). Source: AdaptDL's `gradient_noise_scale.py`."""
     return factor ** (num_steps * batch_size / reference_batch_size)
 
 

@@ -1,4 +1,4 @@
-"""Measurement of a run's gradient noise, if enabled. A guard keeps its errors from ending the training."""
+"""Measures a run's gradient noise, if enabled, behind a guard that keeps its errors from ending the training."""
 
 from typing import Any
 
@@ -14,7 +14,8 @@ from scaleray.training.setup.rank_context import RankContext
 
 
 class NoiseWatch(Observer):
-    """Owner of a run's meter. Without a meter, every method does nothing. kept: state of the continued run."""
+    """Owner of a run's meter. Without a meter, every method does nothing. kept: state stored by the interrupted run, if
+    this one continues it."""
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
@@ -22,8 +23,8 @@ class NoiseWatch(Observer):
         self.kept: dict[str, Any] | None = None
 
     def start(self, config: RunConfig, recipe: Recipe, setup: Setup, place: RankContext, say: Say) -> NoiseMeter | None:
-        """Create the meter once micro-batches are known. Collective if noise is measured. say: called with the method,
-        which rank 0 logs."""
+        """Create the meter once micro-batches are known. Collective if noise is measured. say: called on all ranks with
+        the name of the method, which rank 0 logs."""
         if config.noise_scale.measure is False:
             return None
         source = noise_source(
@@ -44,7 +45,7 @@ class NoiseWatch(Observer):
         return meter
 
     def figures(self) -> dict[str, float]:
-        """Metrics of the last measurement by name, for the record of a step."""
+        """Metrics of the last measurement by name, for a step's record."""
         return self.guard(Watcher.FIGURES, self.meter.metrics, {}, part="noise") if self.meter else {}
 
     def values(self) -> dict[str, Any]:

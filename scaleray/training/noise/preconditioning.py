@@ -1,6 +1,7 @@
-"""Gradients for measuring noise: as they are, or divided by the root of Adam's second moment, as in its update.
+"""Gradients for measuring noise: either as they are, or divided by the root of Adam's second moment, as in its update.
 
-For the division, small tensors are concatenated: in a small model, most of the cost is dispatching operations."""
+For the division, small tensors are concatenated, because in a small model most of the cost is dispatching operations.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,12 +13,11 @@ from torch.distributed.tensor import DTensor
 Gradients = Mapping[nn.Parameter, torch.Tensor]
 SMALL_NUMEL = 2**16
 """Largest number of elements of a small tensor. Up to this size, several operations on a tensor cost more to dispatch
-than to compute. Buffers for larger tensors, and their divisors kept for a step, would take as much memory as a
-model."""
+than to compute. Buffers for larger tensors and the divisors stored for a step would take as much memory as a model."""
 
 
 class Row:
-    """Buffer for the concatenated values of some parameters; zero for parameters without a value."""
+    """Buffer for the concatenated values of some parameters; zeros stand in for parameters without a value."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         first = parameters[0]
@@ -34,7 +34,7 @@ class Row:
 
 
 class View:
-    """Gradients as they are. `begin` and `end` enclose a measured step. small: parameters whose gradients are
+    """Unmodified gradients. `begin` and `end` enclose a measured step. small: parameters whose gradients are
     concatenated."""
 
     def __init__(self, small: Sequence[nn.Parameter] = ()) -> None:
@@ -48,7 +48,7 @@ class View:
         """Release everything stored for the step."""
 
     def all(self, gradients: Gradients) -> list[torch.Tensor]:
-        """Tensors whose common norm is that of these gradients; always the same tensors for the same parameters. The
+        """Tensors whose combined norm is that of these gradients; always the same tensors for the same parameters. The
         next call may overwrite them."""
         found = [self.large(p, gradient) for p, gradient in gradients.items() if p not in self.small]
         small = {p: gradient for p, gradient in gradients.items() if p in self.small}
@@ -67,7 +67,7 @@ class View:
 
 
 class Preconditioned(View):
-    """Gradients divided by sqrt(v / (1 - beta_2^t)) + epsilon, with v and t from before the update; gradients of
+    """Gradients divided by sqrt(v / (1 - beta_2^t)) + epsilon, with v and t from before the update. Gradients of
     parameters without state are unchanged.
 
     parameters: trained parameters of this rank."""
@@ -82,7 +82,7 @@ class Preconditioned(View):
         self._divisor: torch.Tensor | None = None
 
     def begin(self) -> None:
-        """Read the step counts, and compute the small tensors' divisor."""
+        """Read the step counts, and compute the divisor of the small tensors."""
         self.end()
         for group in self.optimizer.param_groups:
             states = {p: state for p in group["params"] if "exp_avg_sq" in (state := self.optimizer.state.get(p, {}))}
@@ -116,7 +116,7 @@ class Preconditioned(View):
         return values if self._divisor is None else values.div_(self._divisor)
 
     def large(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient, divided, in a new tensor: roots are not stored, since they would take as much memory as a
+        """The divided gradient, in a new tensor: roots are not stored, since they would take as much memory as a
         model."""
         if parameter not in self._scales:
             return gradient
@@ -147,7 +147,7 @@ class OwnNorm:
         self._has_small = False
 
     def add(self, parameter: nn.Parameter) -> None:
-        """Add the gradient stored in a parameter."""
+        """Add the gradient that a parameter currently holds."""
         gradient, place = parameter.grad, self._places.get(parameter)
         assert gradient is not None
         if place is not None and not gradient.is_sparse:
@@ -161,7 +161,7 @@ class OwnNorm:
         self._norms.append(value)
 
     def take(self) -> list[torch.Tensor]:
-        """Norms of the pieces since the last call, which are then discarded."""
+        """Return the norms of the pieces since the last call, and discard the pieces."""
         if self._has_small and self._row is not None:
             self._norms.append(norm(self.view.flat(self._row.values)))
         taken = self._norms
@@ -169,7 +169,7 @@ class OwnNorm:
         return taken
 
     def forget(self) -> None:
-        """Discard all pieces: the step begins again."""
+        """Discard all pieces, because the step begins again."""
         if self._has_small and self._row is not None:
             self._row.values.zero_()
         self._norms, self._has_small = [], False

@@ -1,9 +1,9 @@
-"""Batch size with the fastest learning: goodput = samples per second x worth of a sample in a batch of that size.
+"""Batch size that learns fastest: goodput = samples per second x worth of a sample in a batch of that size.
 
-Worth is relative to samples at a reference batch size, by the gradient noise scale (`noise_scale`). Sources: McCandlish
-et al. 2018, arXiv:1812.06162 (trade-off of steps and examples); Johnson et al. 2020, AdaScale, arXiv:2007.05105 (gain);
-Qiao et al. 2021, Pollux, OSDI 2021 (goodput, throughput). Batch sizes are samples of the global batch, times are
-seconds."""
+The worth is relative to a sample at the reference batch size and follows from the gradient noise scale (`noise_scale`).
+Sources: McCandlish et al. 2018, arXiv:1812.06162 (trade-off of steps and examples); Johnson et al. 2020, AdaScale,
+arXiv:2007.05105 (gain); Qiao et al. 2021, Pollux, OSDI 2021 (goodput, throughput). Batch sizes are samples of the
+global batch, times are seconds."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from scaleray.records.study_record import Estimate
 from scaleray.records.sweep_record import GoodputPoint
 
 TRUSTED_FACTOR = 4.0
-"""Largest ratio of a batch size to a measured one at which the noise scale measured there is trusted. Steps predicted
-from the smallest batch of Pollux's own traces are 2 to 8 % too many at 4 x, 31 to 72 % at 32 x: a larger batch trains
-at another noise temperature."""
+"""Largest ratio of a batch size to a measured one at which the noise scale measured there is trusted. In Pollux's own
+traces, steps predicted from the smallest batch are 2 to 8 % too many at 4 x, and 31 to 72 % at 32 x: a larger batch
+trains at another noise temperature."""
 
 
 def statistical_efficiency(batch_size: float, *, reference: float, noise_scale: float) -> float:
-    """Progress of a sample in a batch of this size, relative to one in the reference batch: (phi + B_ref) / (phi + B).
+    """Progress per sample in a batch of this size, relative to the reference batch: (phi + B_ref) / (phi + B).
 
-    An infinite noise scale means that samples are worth the same in every batch.
-    """
+    An infinite noise scale means that a sample is worth the same in every batch."""
     if math.isinf(noise_scale):
         return 1.0
     return (noise_scale + reference) / (noise_scale + batch_size)
@@ -33,7 +32,7 @@ def statistical_efficiency(batch_size: float, *, reference: float, noise_scale: 
 
 @dataclass(frozen=True)
 class TradeOff:
-    """Steps against samples of trainings to one target. `critical_batch_size` = least_samples / least_steps."""
+    """Steps against samples, for trainings to one target. `critical_batch_size` = least_samples / least_steps."""
 
     least_steps: float
     least_samples: float
@@ -70,13 +69,12 @@ def fit_trade_off(batch_sizes: Sequence[float], steps: Sequence[float]) -> Trade
 
 @dataclass(frozen=True)
 class ThroughputModel:
-    """Seconds of an optimizer step: passes over micro-batches of b rows on each of n workers, and their communication.
+    """Time of an optimizer step: passes over micro-batches of b rows on each of n workers, and their communication.
 
         step = accumulation x T_grad + (T_grad^gamma + T_net^gamma)^(1 / gamma),   T_grad = pass_s + row_s x b
 
-    gamma 1: nothing overlaps; 10: nearly everything does. `accumulation` counts the passes before the last.
-    Source: Pollux, section 3.2.
-    """
+    gamma 1: nothing overlaps; gamma 10: nearly everything does. `accumulation` is the number of passes before the last
+    one. Source: Pollux, section 3.2."""
 
     pass_s: float
     row_s: float
@@ -84,7 +82,8 @@ class ThroughputModel:
     gamma: float = 1.0
 
     def step_time_s(self, batch_size: float, *, workers: int = 1, micro_size: float | None = None) -> float:
-        """Seconds of a step of this global batch size. micro_size: rows of a pass; None: a worker's whole share."""
+        """Seconds of a step with this global batch size. micro_size: rows of a pass; None for a worker's whole
+        share."""
         share = batch_size / workers
         micro = share if micro_size is None else min(micro_size, share)
         passes = share / micro
@@ -103,7 +102,7 @@ class ThroughputModel:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """The time of a step at a global batch size."""
+    """Measured time of a step at a global batch size."""
 
     batch_size: int
     step_time_s: float
@@ -111,10 +110,10 @@ class MeasuredStep:
 
 
 def fit_throughput(measured: Sequence[MeasuredStep], *, workers: int = 1) -> ThroughputModel:
-    """Fit the step time as a fixed cost a pass and a cost a row, by least squares of log time. At one number of workers
-    their communication is constant as well, and part of the fixed cost.
+    """Fit the step time as a fixed cost per pass plus a cost per row, by least squares of log time. For one number of
+    workers the communication is constant as well, and becomes part of the fixed cost.
 
-    With a single size, time is proportional to rows. Raises ConfigError if nothing was measured."""
+    With a single size, the time is proportional to the rows. Raises ConfigError if nothing was measured."""
     import numpy as np
     from scipy.optimize import least_squares, nnls
 
@@ -141,23 +140,24 @@ def fit_throughput(measured: Sequence[MeasuredStep], *, workers: int = 1) -> Thr
 
 @dataclass(frozen=True)
 class Noise:
-    """A noise scale in samples with its interval, and the batch size at which it was measured."""
+    """Noise scale in samples with its interval, and the batch size at which it was measured."""
 
     batch_size: int
     scale: Estimate
 
 
 def is_trusted(batch_size: float, noises: Sequence[Noise]) -> bool:
-    """Whether the noise was measured within 4 times of this batch size."""
+    """Whether this batch size is close enough to the one at which the noise was measured: within a factor of 4."""
     ratios = (noise.batch_size / batch_size for noise in noises)
     return any(max(ratio, 1 / ratio) <= TRUSTED_FACTOR * (1 + 1e-9) for ratio in ratios)
 
 
 def predict_samples(batch_size: int, *, known: Mapping[int, float], noises: Sequence[Noise]) -> Estimate:
-    """Samples to a target at a batch size, from those at the sizes of `known`, which must not be empty.
+    """Samples needed to reach a target at a batch size, from those at the sizes of `known`, which must not be empty.
 
-    At a known size the result is its value; between two of them it is interpolated on logarithms, with an interval
-    within the two; beyond them it follows from the nearest size, by the noise scale measured nearest to that size."""
+    At a known size this is the known value. Between two of them it is interpolated on logarithms, with an interval
+    between the two. Beyond them it follows from the nearest size, using the noise scale measured nearest to that size.
+    """
     if batch_size in known:
         return Estimate(known[batch_size], known[batch_size], known[batch_size])
     below = max((size for size in known if size < batch_size), default=None)
@@ -188,8 +188,8 @@ def goodput_point(
     is_trusted: bool,
     is_measured: bool,
 ) -> GoodputPoint:
-    """Goodput in samples of the reference batch per second. to_target: samples to the target at this batch size;
-    reference_to_target: samples to it at the reference."""
+    """Goodput in samples of the reference batch per second. to_target: samples needed to reach the target at this batch
+    size; reference_to_target: samples needed at the reference batch size."""
     worth = Estimate(
         reference_to_target / to_target.value, reference_to_target / to_target.high, reference_to_target / to_target.low
     )

@@ -1,1 +1,1 @@
-"""Measurements that a worker takes in every run, such as the time of its phases. They do not affect the weights."""
+"""Measurements that a worker takes in every run, such as the times of its phases. They do not affect the weights."""

@@ -1,7 +1,7 @@
-"""Times at which this rank arrives at the collectives of each step, for a comparison of ranks after the run.
+"""Times at which this rank arrives at the collectives of each step, used to compare ranks after the run.
 
 Nothing is sent: each rank stores its own timestamps, and `profiling/lateness.py` matches those of all ranks. On a GPU a
-timestamp is an event in a stream: that code has been reviewed, not run."""
+timestamp is an event in a stream; that code has been reviewed but not run."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.rank_context import RankContext
 
 MOST_ROWS = 500
-"""Number of stored steps: enough to separate a steady delay from chance, and small enough for a thousand ranks."""
+"""Number of stored steps: enough to tell a steady delay from chance, and few enough for a thousand ranks."""
 MOST_RECENT = 64
 """Most steps covered by one sample of the running training."""
 CHUNK = 64
@@ -34,8 +34,8 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class ArrivalTimes(Observer):
-    """Records when this rank arrives at the collectives of a step, the beginning of its last backward pass, and the end
-    of its wait after that. at_phase: called when a phase begins."""
+    """Records when this rank arrives at the collectives of a step, when its last backward pass begins, and when the
+    wait after that ends. at_phase: called when a phase begins."""
 
     def __init__(self, at_phase: dict[Phase, Callable[[], None]], place: RankContext, guard: Guard) -> None:
         self.at_phase, self.place, self.guard = at_phase, place, guard
@@ -45,7 +45,7 @@ class ArrivalTimes(Observer):
         self._places: Places | None = None
         self._number = self._num_steps = 0
         self._is_before, self._has_begun = True, False
-        """Whether the backward pass of a micro-batch is still to begin; whether one has begun in this step."""
+        """Whether the backward pass of a micro-batch has yet to begin, and whether one has begun in this step."""
         self._begun: Any = None
         self._met: Any = None
         self._kept: list[Any] = []
@@ -53,7 +53,7 @@ class ArrivalTimes(Observer):
         self._never: list[Any] = []
         self._earlier: list[Pass] = []
         self._steps: list[tuple[Any, ...]] = []
-        """Steps that are not in the table yet."""
+        """Steps that have not been added to the table yet."""
         self._rows, self._every, self._chunk = np.empty((0, 0)), 1, array("d")
         self._recent: deque[list[float]] = deque(maxlen=MOST_RECENT)
 
@@ -66,7 +66,7 @@ class ArrivalTimes(Observer):
         self._number = number
 
     def after_launch(self) -> None:
-        """Store the times of the step; until the collectives are known, let the strategy find them."""
+        """Store the times of the step, or let the strategy look for the collectives until they are known."""
         if self._places is None:
             if self._source is not None:
                 self.guard(Watcher.FIGURES, self._settle, None, part="arrivals")
@@ -105,14 +105,16 @@ class ArrivalTimes(Observer):
         )
 
     def take_recent(self) -> list[list[float]]:
-        """Rows of the steps since the last call: number, beginning, seconds to the end, and to each collective."""
+        """Rows of the steps since the last call: number, beginning, and seconds from there to the end and to each
+        collective."""
         self._take_known()
         rows = list(self._recent)
         self._recent.clear()
         return rows
 
     def added_to(self, measured: RankMeasurements) -> RankMeasurements:
-        """Measurements of this rank, its arrivals, and the strategy's own count of collectives. Call it once."""
+        """Return measurements of this rank, extended by its arrivals and the strategy's own count of collectives. Call
+        it once."""
         look = partial(self.guard, Watcher.FIGURES)
         none: list[CollectiveRow] = []
         collectives = look(self._parallel.collectives, none, part="collectives")
@@ -129,7 +131,7 @@ class ArrivalTimes(Observer):
         """Reason why this rank's arrivals at collectives are unknown."""
         if self._parallel.no_arrivals or self._parallel.arrivals is None:
             return self._parallel.no_arrivals or "the strategy does not report when it communicates"
-        return "it takes some steps to find the collectives, and the training ended before"
+        return "finding the collectives takes some steps, and the training ended before that"
 
     def _settle(self) -> None:
         assert self._source is not None
@@ -171,7 +173,7 @@ class ArrivalTimes(Observer):
             self._fold()
 
     def _fold(self) -> None:
-        """Add the last steps to the table, in which older ones are thinned out evenly and equally on all ranks."""
+        """Add the last steps to the table, whose older rows are thinned out evenly and identically on all ranks."""
         if not self._chunk:
             return
         values = np.array(self._chunk).reshape(-1, self._rows.shape[1])
@@ -199,11 +201,11 @@ class StepMoments(NamedTuple):
     earlier: list[Pass]
 
     def row(self, seconds: Callable[[Any, Any], float], met_at: float) -> list[float]:
-        """Number of the collective, its start and end time, and the arrival time at each point. seconds: returns the
-        time between two timestamps; met_at: time of the end.
+        """Number of the step, the beginning of its backward passes and their end, and the arrival time at each
+        collective. seconds: returns the time between two timestamps. met_at: time of the end.
 
-        Earlier micro-batches, in which no rank waits, are added to the last one part by part, so that a delay in some
-        layers shows there."""
+        The times of earlier micro-batches, in which no rank waits, are added to the last one part by part, so that a
+        delay in some layers shows there."""
         earlier_s, before = 0.0, [0.0] * len(self.came)
         for begun, end, came in self.earlier:
             earlier_s += seconds(begun, end)
@@ -223,17 +225,17 @@ class StepMoments(NamedTuple):
 
 
 class HostStamps:
-    """Times by the clock that all processes of a host share."""
+    """Times on the clock that all processes of a host share."""
 
     at_a_time = CHUNK
-    """Number of steps that are added together."""
+    """Number of steps that are added to the table together."""
 
     def __init__(self) -> None:
         self.now: Callable[[], Any] = time.perf_counter
         self._known: deque[list[float]] = deque()
 
     def clock(self, rank: int) -> str:
-        """Name of the clock: that of the running kernel, which containers share."""
+        """Identity of the clock: that of the running kernel, which containers share."""
         return BOOT_ID.read_text().strip() if BOOT_ID.exists() else f"rank {rank}"
 
     def add(self, step: StepMoments) -> None:
@@ -252,10 +254,10 @@ class HostStamps:
 
 
 class DeviceStamps:
-    """Times on a device, as events. The end of a step is time 0: no clock is shared."""
+    """Times on a device, recorded as events. The end of a step is time 0, since ranks share no clock."""
 
     at_a_time = 1
-    """See `HostStamps`: events are read, and reused, as soon as the device has passed them."""
+    """See `HostStamps`: events are read and reused as soon as the device has passed them."""
 
     def __init__(self, make_event: Callable[[], Any] | None = None) -> None:
         self._make = make_event or (lambda: torch.cuda.Event(enable_timing=True))
@@ -269,7 +271,7 @@ class DeviceStamps:
         return event
 
     def clock(self, rank: int) -> str:
-        """Name of the clock: each rank has its own."""
+        """Identity of the clock: each rank has its own."""
         return f"device of rank {rank}"
 
     def add(self, step: StepMoments) -> None:

@@ -1,8 +1,8 @@
-"""Bandwidth between each pair of ranks, one pair after another.
+"""Measures the bandwidth between each pair of ranks, one pair after another.
 
-Not part of a training step: it runs at the end of a profiled training, and when the alert of slow links requests it,
-see `profiler.py`. Between many ranks of several nodes only the first of each node takes part, since a node's ranks
-share its links."""
+Not part of a training step: it runs at the end of a profiled training, and when the alert about slow links requests it,
+see `profiler.py`. With many ranks on several nodes, only the first rank of each node takes part, since the ranks of a
+node share its links."""
 
 import itertools
 import math
@@ -16,16 +16,16 @@ from scaleray.training.setup.rank_context import RankContext
 
 FIRST_BYTES, MOST_BYTES = 2**16, 2**22
 LONGEST_S = 0.25
-"""Longest time of one message in seconds: on a slow link the message is shorter."""
+"""Maximum seconds of one message; on a slow link the message is shorter."""
 REPEATS = 3
 MOST_RANKS = 8
-"""Most ranks whose pairs are all measured; if there are more, only the first of each node, and of these the first
-ones."""
+"""Maximum number of ranks of which all pairs are measured. With more, only the first rank of each node takes part, and
+of these only the first ones."""
 
 
 def probe_links(place: RankContext, *, limit_s: float = math.inf) -> list[LinkRow]:
-    """Bandwidth from this rank to each other participating one; after `limit_s` no further pair is begun. Collective
-    over all ranks."""
+    """Measure the bandwidth from this rank to each other participating one. After `limit_s`, no further pair is begun.
+    Collective over all ranks."""
     rows, until = [], time.monotonic() + limit_s
     for first, second in itertools.combinations(_taking_part(place), 2):
         for sender, receiver in ((first, second), (second, first)):
@@ -48,7 +48,7 @@ def _taking_part(place: RankContext) -> list[int]:
 
 
 def _sent(place: RankContext, to: int) -> LinkRow:
-    """Send some messages and wait for each one's answer; the best one counts."""
+    """Send some messages, waiting for the answer to each; the best result counts."""
     _took_s(place, to, FIRST_BYTES)  # connects
     first_s = _took_s(place, to, FIRST_BYTES)
     size = int(min(MOST_BYTES, max(FIRST_BYTES, FIRST_BYTES * LONGEST_S / max(first_s, 1e-9))))

@@ -1,7 +1,7 @@
-"""Marks between the phases of a step, and the time from each to the next.
+"""Marks between the phases of a step, and the time from each mark to the next.
 
-On the CPU a mark is a reading of the clock. On a GPU it is an event in the stream that computes, which costs the host
-two microseconds and is read long after the device has passed it: the CUDA code has been reviewed, not run."""
+On the CPU a mark is a reading of the clock. On a GPU it is an event in the computing stream, which costs the host two
+microseconds and is read long after the device has passed it. The CUDA code has been reviewed but not run."""
 
 import time
 from collections import deque
@@ -17,15 +17,16 @@ COLUMN_OF: dict[str, int] = {**dict.fromkeys(Phase, OTHER), **{part: column for 
 """Index of each phase among the parts of a step."""
 
 MOST_MARKS = 64
-"""Most marks of a step in the queue; a step with several micro-batches or an evaluation may have thousands."""
+"""Maximum number of marks of a step in the queue; a step with several micro-batches or an evaluation may have
+thousands."""
 
 StepParts = tuple[float, list[float]]
-"""Seconds of a step by the training's clock, and of its parts."""
+"""Seconds of a step by the training's clock, and the seconds of its parts."""
 
 
 Listeners = Mapping[Phase, Callable[[], None]]
-"""Function called when a phase begins, in addition to the mark. A call in every phase would cost as much as the marks.
-"""
+"""Function called when a phase begins, in addition to the mark. Calling one in every phase would cost as much as the
+marks."""
 
 
 class Marks(Protocol):
@@ -33,28 +34,28 @@ class Marks(Protocol):
 
     listeners: Listeners
     at_a_time: int
-    """Number of steps after which reading known times is worthwhile."""
+    """Number of steps after which it is worthwhile to read the times that are known."""
 
     def mark(self, phase: Phase) -> None:
-        """Note that a phase begins and the previous one ends."""
+        """Mark the beginning of a phase, which ends the previous one."""
 
     def as_evaluation(self, now: float) -> float:
-        """Note that the time since the last step was an evaluation; returns its host seconds. now: reading of the
+        """Mark the time since the last step as an evaluation, and return its seconds on the host. now: reading of the
         training's clock, `time.perf_counter`."""
 
     def end_step(self, step_s: float, now: float) -> None:
-        """Note that a step ends, and the next one begins in the same phase. now: as in `as_evaluation`: with two
-        separate readings, a delay between them would be missed."""
+        """Mark the end of a step; the next one begins in the same phase. now: as in `as_evaluation`; with two separate
+        readings, a delay between them would be missed."""
 
     def next_known(self) -> StepParts | None:
-        """The next step whose times are known, in order; None until there is one."""
+        """The next step whose times are known, in order; None if there is none yet."""
 
     def wait(self) -> None:
         """Wait until the times of all steps are known."""
 
 
 class HostMarks:
-    """Marks by the host's clock."""
+    """Marks that read the host's clock."""
 
     at_a_time = 64
 
@@ -90,7 +91,7 @@ class HostMarks:
 
 
 def _spent(marks: Sequence[tuple[int, float]], end: float) -> list[float]:
-    """Seconds of each part, from mark to mark."""
+    """Seconds of each part, summed from mark to mark."""
     spent = [0.0] * len(PARTS)
     for column, at in reversed(marks):
         spent[column] += end - at
@@ -99,7 +100,7 @@ def _spent(marks: Sequence[tuple[int, float]], end: float) -> list[float]:
 
 
 def _drawn_together(marks: Sequence[tuple[int, float]], end: float) -> list[tuple[int, float]]:
-    """One mark for each part, with the same total seconds between them."""
+    """One mark for each part, with the total seconds of each part unchanged."""
     found, at = [], marks[0][1]
     for column, seconds in enumerate(_spent(marks, end)):
         if seconds:
@@ -109,7 +110,7 @@ def _drawn_together(marks: Sequence[tuple[int, float]], end: float) -> list[tupl
 
 
 class DeviceMarks:
-    """Marks by events on a device. make_event: creates an event that records its time."""
+    """Marks recorded as events on a device. make_event: creates an event that records its time."""
 
     at_a_time = 1  # events are free for others as soon as they are read
 

@@ -1,8 +1,8 @@
-"""Memory of a worker over time, and the time of its peak.
+"""A worker's memory over time, and the time of its peak.
 
-Reading the allocator's statistics costs a tenth of a millisecond, so most steps are not sampled. The CPU has none, only
-the system's counts for the whole process: its peak is read after a step, in ten microseconds, but not after each short
-step. The CUDA code has been reviewed, not run."""
+Reading the allocator's statistics takes a tenth of a millisecond, so most steps are not sampled. On the CPU there are
+only the system's counts for the whole process; the peak is read after a step, in ten microseconds, but not after each
+short step. The CUDA code has been reviewed but not run."""
 
 import bisect
 import time
@@ -23,8 +23,8 @@ Sample = tuple[int, Mapping[str, int | None]]
 
 
 def numbers_of(stats: Mapping[str, int], segments: Iterable[Mapping[str, Any]] | None = None) -> dict[str, int | None]:
-    """The four numbers, and how often the allocator had to release its cache. None for a number without statistics:
-    older versions of torch do not count requested bytes, and the largest hole needs the segments of a snapshot."""
+    """The four numbers, and how often the allocator had to release its cache. A number without statistics is None:
+    older versions of torch do not count requested bytes, and the largest hole requires the segments of a snapshot."""
 
     def difference(larger: str, smaller: str) -> int | None:
         first, second = stats.get(f"{larger}.all.current"), stats.get(f"{smaller}.all.current")
@@ -48,14 +48,14 @@ def largest_hole(segments: Iterable[Mapping[str, Any]]) -> int:
 
 
 def thinned(samples: list[Sample]) -> list[Sample]:
-    """Every second sample, if there are too many."""
+    """Keep every second sample if there are too many."""
     return samples[::2] if len(samples) > MOST_SAMPLES else samples
 
 
 def memory_over_time(
     samples: Sequence[Sample], *, peak: MemoryPeak | None, first_step: int, width: int, count: int
 ) -> MemoryNumbers:
-    """Last and largest value of each number in each bucket of `width` steps; None in a bucket without a sample."""
+    """Last value of each number, and its largest in each bucket of `width` steps; None in a bucket without samples."""
     last = {name: _last(samples, name) for name in (*SERIES, "retries")}
     steps = [step for step, _ in samples]
     series: dict[str, list[float | None]] = {}
@@ -77,31 +77,31 @@ def _last(samples: Sequence[Sample], name: str) -> int | None:
 
 LOOK_EVERY_S = 1.0
 PEAK_EVERY_S = 0.1
-"""Seconds between two samples of the peak: of steps that follow each other faster, the last one represents all."""
+"""Seconds between two samples of the peak; of several steps within this time, the last one is sampled."""
 SNAPSHOT_EVERY_S = 60.0
-"""Seconds between two snapshots. Each reads every block: on a large model that takes a tenth of a second."""
+"""Seconds between two snapshots. A snapshot reads every block, which takes a tenth of a second on a large model."""
 
 
 class MemoryCurve:
-    """Samples the memory of this process's device, or of the process on the CPU, after step `first_step`. started_at:
-    wall clock of the run."""
+    """Samples the memory of this process's device, or of the process itself on the CPU, after step `first_step`.
+    started_at: wall clock at the start of the run."""
 
     def __init__(self, device: torch.device, started_at: float, first_step: int = 0) -> None:
         self.device, self.started_at = device, started_at
         self.is_looking = True
-        """Whether phases are recorded: in a step that is sampled."""
+        """Whether phases are recorded, as they are in a sampled step."""
         self.peak: MemoryPeak | None = None
         self.samples: list[Sample] = []
         self._phase, self._step = Phase.OTHER, first_step
         self._looked_at = self._snapshot_at = self._asked_at = -1e9
 
     def mark(self, phase: Phase) -> None:
-        """Note that a phase begins: any increase in memory belongs to the phase that ends."""
+        """Mark the beginning of a phase: any increase in memory belongs to the phase that ends."""
         self._see_peak(self._phase)
         self._phase = phase
 
     def is_due(self) -> bool:
-        """Whether the end of this step is recorded."""
+        """Whether memory is to be sampled at the end of this step."""
         return self.is_looking or time.monotonic() - self._asked_at >= PEAK_EVERY_S
 
     def end_step(self, step: int) -> None:
@@ -118,7 +118,7 @@ class MemoryCurve:
             self._sample(now)
 
     def now(self) -> dict[str, int]:
-        """The newest numbers, by name, and the peak so far."""
+        """The newest numbers by name, and the peak so far."""
         newest = self.samples[-1][1] if self.samples else {}
         known = {name: value for name, value in newest.items() if value is not None}
         return {**known, **({"peak_bytes": self.peak.num_bytes} if self.peak is not None else {})}

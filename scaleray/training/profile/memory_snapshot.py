@@ -1,4 +1,4 @@
-"""A snapshot of a device's memory, in scaleray's own JSON: every block of the allocator, and its use.
+"""Snapshot of a device's memory, in scaleray's own JSON: every block of the allocator, and what it is used for.
 
 Only on CUDA, whose allocator can report blocks. Parameters, gradients and optimizer state are recognised by their
 addresses; the other blocks are activations and temporary memory of kernels. Written and reviewed without a GPU."""
@@ -15,20 +15,20 @@ from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.rank_context import RankContext
 
 MOST_EVENTS = 200_000
-"""Allocations stored in the device's history, newest last."""
+"""Maximum number of allocations stored in the device's history; the newest come last."""
 MOST_FRAMES = 4
-"""Python frames stored for a block, innermost first."""
+"""Maximum number of Python frames stored for a block; the innermost come first."""
 
 
 class MemoryHistory:
-    """The history of one device's memory over the traced steps, and the snapshot at their end."""
+    """History of one device's memory over the traced steps, and the snapshot at their end."""
 
     def __init__(self, request: TraceRequest, place: RankContext) -> None:
         self.request, self.place = request, place
         self.is_on = False
 
     def start(self) -> None:
-        """Record where each block is allocated from now on. Does nothing on the CPU, whose allocator does not report
+        """Record from now on where each block is allocated. Does nothing on the CPU, whose allocator does not report
         it."""
         if self.place.device.type == "cuda":
             # python alone: frames of C++ take minutes
@@ -36,7 +36,7 @@ class MemoryHistory:
             self.is_on = True
 
     def taken(self, setup: Setup) -> bytes | None:
-        """The snapshot as JSON; None on the CPU. Ends the history."""
+        """Take the snapshot, as JSON, and end the history; None on the CPU."""
         if not self.is_on:
             return None
         snapshot = torch.cuda.memory._snapshot(self.place.device)
@@ -51,7 +51,7 @@ class MemoryHistory:
 
 
 def as_json(snapshot: dict[str, Any], addresses: dict[int, str], *, rank: int) -> bytes:
-    """A snapshot of torch's allocator as JSON. addresses: known contents by address."""
+    """Convert a snapshot of torch's allocator to JSON. addresses: known contents by address."""
     segments = [
         {
             "total_size": segment["total_size"],
@@ -65,7 +65,8 @@ def as_json(snapshot: dict[str, Any], addresses: dict[int, str], *, rank: int) -
 
 
 def addresses_of(setup: Setup) -> dict[int, str]:
-    """Address of the storage of every parameter, gradient and part of the optimizer's state, with its category."""
+    """Addresses of the storage of every parameter, gradient and part of the optimizer's state, with their
+    categories."""
     parameters, gradients, states = CATEGORIES[:3]
     found: dict[int, str] = {}
     for parameter in setup.parallel.module.parameters():

@@ -1,4 +1,4 @@
-"""Time of each step on this rank by phase: each phase begins with a timestamp, and the time between two timestamps is a
+"""Time of each step on this rank by phase. Each phase begins with a timestamp, and the time between two timestamps is a
 part of the step."""
 
 import gc
@@ -22,11 +22,11 @@ from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.rank_context import RankContext
 
 MOST_ROWS = 2000
-"""Most rows of single steps that are stored: enough for a median within 2 %, and 96 KB per rank."""
+"""Maximum number of stored rows of single steps: enough for a median within 2 %, and 96 KB per rank."""
 
 
 class StepRows:
-    """Table with one row per step; older rows are thinned out evenly. Totals and sums cover all steps."""
+    """Table with one row per step, whose older rows are thinned out evenly. Totals and sums cover all steps."""
 
     def __init__(self, columns: tuple[str, ...]) -> None:
         self.columns = columns
@@ -38,7 +38,7 @@ class StepRows:
 
     @property
     def rows(self) -> np.ndarray:
-        """Rows of steps 0, `every`, 2 `every`, ... (rows, columns)."""
+        """Rows (rows, columns) of steps 0, `every`, 2 `every`, ..."""
         return self._rows
 
     @property
@@ -64,7 +64,7 @@ class StepRows:
 
 
 class Pauses:
-    """Seconds of garbage collections in any thread of this process: each one holds the interpreter."""
+    """Seconds spent in garbage collection by any thread of this process; each collection holds the interpreter."""
 
     def __init__(self) -> None:
         self._total_s, self._told_s, self._begun = 0.0, 0.0, 0.0
@@ -76,7 +76,7 @@ class Pauses:
         return self._total_s - before
 
     def close(self) -> None:
-        """Stop watching. Safe to call twice."""
+        """Stop watching. May be called twice."""
         if self._note in gc.callbacks:
             gc.callbacks.remove(self._note)
 
@@ -88,14 +88,15 @@ class Pauses:
 
 
 CHUNK = 64
-"""Steps added to the table at a time: numpy's calls take longer than a step's marks."""
+"""Number of steps added to the table at a time, because numpy's calls take longer than a step's marks."""
 COLUMNS = (STEP, *PARTS, PAUSES)
 
 
 class PhaseTimes(Observer):
     """Times of the phases that `marks.mark` records. The first step of the process is left out, since it compiles and
-    fills caches. enter: enters a phase inside a pass, which only the strategy can see. The training's clock calls
-    `start` and `cut` at the ends of its own steps, so that the parts of a step can be compared with its measurement."""
+    fills caches. enter: enters a phase inside a pass, which only the strategy can observe. The training's clock calls
+    `start` and `cut` at the ends of its own steps, so that the parts of a step can be compared with its measured time.
+    """
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class PhaseTimes(Observer):
         self.marks = marks or (DeviceMarks() if place.device.type == "cuda" else HostMarks())
         self._table, self._chunk, self._pauses = StepRows(COLUMNS), array("d"), Pauses()
         self._paused: deque[float] = deque()
-        """Pauses of the steps whose times are not known yet."""
+        """Pauses in the steps whose times are not known yet."""
         self.at_phase: dict[Phase, Callable[[], None]] = {}
         """Function called when a phase begins, in addition to the mark."""
         self._also_looking = {phase: partial(self._look_at_phase, phase) for phase in Phase}
@@ -127,18 +128,18 @@ class PhaseTimes(Observer):
         setup.parallel.tell_phases(self._enter)
 
     def after_launch(self) -> None:
-        """Sample the memory if it is due, when the step holds all of it."""
+        """Sample the memory if it is due, at the point where all memory of the step is in use."""
         self._num_steps += 1
         if self.memory.is_due():
             self._look(lambda: self.memory.end_step(self.first_step + self._num_steps))
             self.marks.listeners = self._also_looking if self.memory.is_looking else self.at_phase
 
     def start(self, now: float) -> None:
-        """Start timing, `now` by the training's clock. The time since the last step was an evaluation."""
+        """Start timing at `now` on the training's clock. The time since the last step counts as an evaluation."""
         self._outside_s += self.marks.as_evaluation(now)
 
     def cut(self, step_s: float, now: float) -> None:
-        """End a step that took `step_s` until `now` by the training's clock, and begin the next one."""
+        """End a step that took `step_s` until `now` on the training's clock, and begin the next one."""
         self.marks.end_step(step_s + self._outside_s, now)
         self._outside_s = 0.0
         self._paused.append(self._pauses.since_last())
@@ -156,7 +157,7 @@ class PhaseTimes(Observer):
         return self._table.num_steps + len(self._chunk) // len(COLUMNS)
 
     def totals(self) -> tuple[tuple[str, ...], int, np.ndarray]:
-        """Names of the columns, number of steps whose parts are known, and total seconds of each column."""
+        """Names of the columns, number of steps whose parts are known, and the total seconds in each column."""
         self._take_known()
         self._fold()
         return COLUMNS, self._table.num_steps, self._table.totals.copy()
@@ -169,8 +170,8 @@ class PhaseTimes(Observer):
         table, whole_s = self._table, float(self._table.totals[0])
         gap = self._misses_s / whole_s if whole_s > 0 else None
         if gap is not None and gap > CLOSES_WITHIN:
-            text = f"rank {self.place.rank}: parts of its steps miss them by {gap:.1%}, more than {CLOSES_WITHIN:.0%}"
-            self._emit(EventRecord(f"{text}: do not rely on its division of time", kind="warning"))
+            text = f"rank {self.place.rank}: parts of its steps are off by {gap:.1%}, more than {CLOSES_WITHIN:.0%}"
+            self._emit(EventRecord(f"{text}: its breakdown of time is unreliable", kind="warning"))
         return RankMeasurements(
             rank=self.place.rank,
             node=self.place.node,
@@ -212,7 +213,7 @@ class PhaseTimes(Observer):
             self._fold()
 
     def _fold(self) -> None:
-        """Add the last steps to the table, and compare the sum of their parts with their measured time."""
+        """Add the last steps to the table, and compare the sums of their parts with their measured times."""
         if not self._chunk:
             return
         values = np.array(self._chunk).reshape(-1, len(COLUMNS))

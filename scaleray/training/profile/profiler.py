@@ -1,4 +1,4 @@
-"""A run's measurements of its time, as one observer of the loop."""
+"""Measurements of a run's time, combined in one observer of the loop."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -24,26 +24,27 @@ from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.rank_context import RankContext
 
 LONGEST_S = 10.0
-"""Seconds after which no further pair is measured."""
+"""Seconds after which no further pair of ranks is measured."""
 LEAST_FREE_BYTES = 2**30
-"""Free memory of a GPU that is needed: NCCL takes some for every new pair."""
+"""Bytes that must be free on a GPU, since NCCL takes some for every new pair."""
 
 
 class AsksForLinks(Protocol):
-    """Source of the requests to the workers."""
+    """Source of requests to the workers, such as to measure their links."""
 
     def asks_for_links(self, signals: Sequence[float]) -> bool: ...
 
 
 class LinkWatch(Observer):
-    """Measures the links of each pair of ranks on request, after a step that all ranks agree on, within seconds:
-    a collective cannot show which link is slow, since all ranks end it together. emit: receives rank 0's messages."""
+    """Measures the links of each pair of ranks on request, within seconds, after a step on which all ranks agree. A
+    collective cannot show which link is slow, since all ranks end it together. emit: receives the messages of rank 0.
+    """
 
     def __init__(self, place: RankContext, asks: AsksForLinks | None, *, emit: Emit, guard: Guard) -> None:
         self.place, self.asks, self._emit, self._guard = place, asks, emit, guard
 
     def after_step(self, taken: StepRecord) -> None:
-        """Measure if all ranks received the request with this step; then collective."""
+        """Measure the links if all ranks received the request with this step; collective in that case."""
         if self.asks is None or self.place.world_size == 1 or not self.asks.asks_for_links(taken.signals):
             return
         self._guard(Watcher.FIGURES, lambda: self._measure(taken.step), None, part="links")
@@ -51,14 +52,14 @@ class LinkWatch(Observer):
     def _measure(self, step: int) -> None:
         if self.place.all_reduce_max([float(_is_full(self.place.device))])[0] > 0:
             return self._say(
-                step, "not measured: a GPU has less than 1 GiB free for the connections of pairs", "warning"
+                step, "not measured: a GPU has less than 1 GiB free for connections between pairs", "warning"
             )
         rows = [row for of_rank in self.place.gathered(probe_links(self.place, limit_s=LONGEST_S)) for row in of_rank]
         if self.place.rank != 0:
             return
         found = slow_link(rows)
         self._emit(LinksMeasured(step, *slowest(rows)))
-        text = to_text(found) if found else f"the slow one is not known: {why_not(rows, self.place.world_size)}"
+        text = to_text(found) if found else f"the slow link is not known: {why_not(rows, self.place.world_size)}"
         self._say(step, f"measured after step {step}: {text}", "warning" if found else "info")
 
     def _say(self, step: int, text: str, kind: str) -> None:
@@ -77,7 +78,7 @@ class Emits(Tells, Protocol):
 
 
 class Enters(Protocol):
-    """Object that reports the phases that the training enters."""
+    """Object that is notified of the phases that the training enters."""
 
     on_enter: Callable[[Phase], None]
 
@@ -88,7 +89,7 @@ class Enters(Protocol):
 
 class Profile(Observer):
     """Phases, memory and arrivals of this rank, samples of them, and traces if requested. progress: reports phases of
-    the training. asks: whether links are to be measured. The training's clock calls `start` and `cut`, see
+    the training. asks: source of requests to measure the links. The training's clock calls `start` and `cut`, see
     `PhaseTimes`."""
 
     def __init__(
@@ -123,12 +124,12 @@ class Profile(Observer):
 
     @property
     def observers(self) -> list[Observer]:
-        """All observers of the training, including this one. Not stored, since that would form a reference cycle."""
+        """All observers of the training, including this one. Not stored, since this would form a reference cycle."""
         return [*self._parts, self]
 
     def close(self) -> None:
         """Release the object that reports phases. A strategy's hooks on gradients refer to it, and the model refers to
-        the hooks: otherwise everything that it refers to, including the whole training, would never be freed."""
+        the hooks, so everything that it refers to, including the whole training, would never be freed."""
         self._progress.on_enter = self._on_enter
 
     def measurements(self) -> RankMeasurements:

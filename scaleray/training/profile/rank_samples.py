@@ -1,5 +1,5 @@
-"""Samples of a worker's state at intervals, for live displays of the run. A sample costs some tenths of a millisecond
-and is taken between two steps, without communication or waiting."""
+"""Samples of a worker's state at intervals, for live displays of the run. A sample takes some tenths of a millisecond,
+between two steps, without communication or waiting."""
 
 import time
 import warnings
@@ -24,13 +24,13 @@ from scaleray.training.setup.rank_context import RankContext
 
 TOLD_EVERY_S = 1.0
 SAMPLES_A_SECOND = 50.0
-"""Most samples that all workers together send to the recorder."""
+"""Maximum number of samples per second that all workers together send to the recorder."""
 MEMORY_KINDS = ("peak", "resident", "rounding", "cached", "stranded", "largest_hole")
 
 
 class RankSamples(Observer):
-    """Reports the last steps about once a second, and emits a `RankSample` after the first steps and every `every_s`
-    seconds from then on. tell: receives the content of heartbeats."""
+    """Reports the last steps about once a second, and emits a `RankSample` after each of the first steps and every
+    `every_s` seconds from then on. tell: receives the content of heartbeats."""
 
     def __init__(
         self,
@@ -52,14 +52,14 @@ class RankSamples(Observer):
         self._device = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else ""
 
     def set_intervals(self, *, samples_s: float, told_s: float = TOLD_EVERY_S) -> None:
-        """Set the intervals of samples and of reports of the last steps: 0 is every step, infinity never. For measuring
-        their cost."""
+        """Set the intervals of samples and of reports of the last steps, in order to measure their cost: 0 is every
+        step, infinity never."""
         for means, every_s in ((self._means, samples_s), (self._recent, told_s)):
             means.every_s, means.due_at = every_s, time.monotonic() + every_s
         self._due_at = min(self._recent.due_at, self._means.due_at)
 
     def after_step(self, taken: StepRecord) -> None:
-        """Report and take a sample, if it is due and a step was measured since the last one."""
+        """Report and take a sample if it is due and a step has been measured since the last one."""
         now = time.monotonic()
         if now < self._due_at:
             return
@@ -114,7 +114,7 @@ class RankSamples(Observer):
 
 
 class StepMeans:
-    """Means of the steps since the last reading, at most one reading in `every_s` seconds."""
+    """Means of the steps since the last reading, with at most one reading in `every_s` seconds."""
 
     def __init__(self, phases: PhaseTimes, *, every_s: float) -> None:
         self.phases, self.every_s = phases, every_s
@@ -122,12 +122,12 @@ class StepMeans:
         self._steps, self._totals = 0, np.zeros(1)
 
     def is_due(self, now: float) -> bool:
-        """Whether a reading is due and a step was measured since the last one."""
+        """Whether a reading is due and a step has been measured since the last one."""
         return now >= self.due_at and self.phases.num_known > self._steps
 
     def take(self, now: float) -> tuple[int, dict[str, float]]:
-        """Number of steps since the last reading, and their mean seconds by column, without columns that never had any
-        time."""
+        """Number of steps since the last reading, and their mean seconds by column, without columns that have never had
+        any time."""
         self.due_at = now + self.every_s
         columns, steps, totals = self.phases.totals()
         num_steps = steps - self._steps

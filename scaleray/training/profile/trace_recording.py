@@ -1,6 +1,6 @@
-"""Traces of a training's last steps on chosen ranks, by torch.profiler, as gzipped JSON in the run's folder.
+"""Traces of a training's last steps on chosen ranks, made by torch.profiler, as gzipped JSON in the run's folder.
 
-All ranks take part in barriers, by which clocks are compared, and in finding the slowest rank. The training is not
+All ranks take part in finding the slowest rank, and in barriers through which clocks are compared. The training is not
 affected: the weights are the same to the bit."""
 
 import contextlib
@@ -32,13 +32,13 @@ from scaleray.training.setup.rank_context import RankContext
 
 NUM_BARRIERS = 32
 NO_LINES = "6"
-"""Level of Kineto's log above the lines of each start and stop (USDT, 5) that every process prints on stderr. Its
-errors are below (4) and concern GPUs, so the level is set only on a CPU."""
+"""Log level of Kineto above its lines about each start and stop (USDT, 5), which every process prints on stderr. Its
+errors are below this level (4) and concern GPUs, so it is set only on a CPU."""
 BYTES_OF_EVENT, SMALLER_BY_GZIP = 420, 12
-"""Bytes in the JSON of an event with shapes, and gzip's compression factor: means of the traces of this project's
+"""Bytes in the JSON of an event with shapes, and gzip's compression factor: means over the traces of this project's
 jobs."""
 EVENTS_OF_MODULE, EVENTS_OF_PARAMETER = 40, 25
-"""Events of a module without parts, forward and backward, in a micro-batch, and of a parameter in a step."""
+"""Events of a module without parts in a micro-batch, forward and backward, and events of a parameter in a step."""
 
 
 class Tells(Protocol):
@@ -50,7 +50,7 @@ class Tells(Protocol):
 
 
 def tracers(job: TrainJob, place: RankContext, tells: Tells) -> list[Observer]:
-    """The observer that traces a training, if requested. Raises ConfigError for a training that is too short."""
+    """Observer that traces a training, if requested. Raises ConfigError if the training is too short."""
     return [TraceRecorder(job.trace, job, place, tells)] if job.trace is not None else []
 
 
@@ -73,10 +73,10 @@ class TraceRecorder(Observer):
         """Log the expected size of the traces before they are written."""
         self.setup = setup
         if self.request.memory and self.place.device.type != "cuda":
-            self.say("no memory snapshot is taken: only the allocator of a GPU can tell what its blocks are for")
+            self.say("no memory snapshot is taken: only a GPU's allocator can report what its blocks are for")
         if self.request.operators:
             mib = expected_bytes(setup.parallel.module, self.num_micro_batches, self.request.steps) / 2**20
-            which = "every rank, some of which are kept" if self.request.slowest else "each chosen rank"
+            which = "every rank, some of whose traces are kept" if self.request.slowest else "each chosen rank"
             self.say(
                 f"traces: steps {self.first + self.request.warmup} to {self._end - 1} of {which}, about {mib:.1f} MiB "
                 f"each as JSON and {mib / SMALLER_BY_GZIP:.1f} MiB in {self.request.path}"
@@ -169,7 +169,7 @@ class TraceRecorder(Observer):
                 self._save("memory", snapshot)
 
     def _exported(self, file: Path) -> float:
-        """Write the trace, and return the nanoseconds in it during which this rank communicated."""
+        """Write the trace. Returns the nanoseconds in it during which this rank communicated."""
         self.profiler.export_chrome_trace(str(file))
         self.profiler.stop()
         self.profiler = None
@@ -200,7 +200,7 @@ class TraceRecorder(Observer):
             self.left_barriers_at_ns.append(time.time_ns())
 
     def _settle(self) -> None:
-        """Wait for the device, so that a trace has all of its steps and nothing from earlier ones."""
+        """Wait for the device, so that a trace contains all of its steps and nothing from earlier ones."""
         if self.place.device.type == "cuda":
             torch.cuda.synchronize(self.place.device)
 
@@ -217,7 +217,8 @@ class TraceRecorder(Observer):
 
 
 def expected_bytes(module: nn.Module, num_micro_batches: int, num_steps: int) -> int:
-    """Size of a trace as JSON, from the number of modules and parameters. One job had 0.6 of it, another 1.7."""
+    """Size of a trace as JSON, estimated from the number of modules and parameters. The traces of one job had 0.6 times
+    this size, those of another 1.7 times."""
     num_parts = sum(1 for part in module.modules() if next(part.children(), None) is None)
     num_parameters = sum(1 for parameter in module.parameters() if parameter.requires_grad)
     events = num_parts * EVENTS_OF_MODULE * num_micro_batches + num_parameters * EVENTS_OF_PARAMETER
@@ -240,7 +241,7 @@ def _named_parts(module: nn.Module, prefix: str, blocks: set[int]) -> Iterator[t
 
 
 def _annotated(name: str, module: nn.Module) -> list[Any]:
-    """Hooks that show the forward pass of a module in a trace under its name."""
+    """Hooks that mark the forward pass of a module in a trace with the module's name."""
     under_way: list[Any] = []
 
     def before(*_: Any) -> None:

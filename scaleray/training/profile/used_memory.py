@@ -1,4 +1,4 @@
-"""Memory in use by a worker, in bytes: resident memory of its process, and the peak of its device or its process."""
+"""Memory that a worker uses, in bytes: resident memory of its process, and the peak of its device or process."""
 
 import contextlib
 import resource
@@ -13,28 +13,28 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Peak resident memory of this process, which `reset_peak` does not change."""
+    """Peak resident memory of this process; `reset_peak` does not affect it."""
     # Linux counts the peak in KiB, and brings it up to date later than the present value
     return max(resident_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 def counted_peak_bytes(device: torch.device) -> int:
-    """Peak as the device's allocator or the system has counted it so far: reading it costs a few microseconds, a
-    quarter of reading the current memory as well."""
+    """Peak that the device's allocator or the system has counted so far. Reading it takes a few microseconds, a quarter
+    of the time for reading the current memory as well."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Peak of allocated memory of a GPU, or of this process's resident memory on the CPU."""
+    """Peak of the memory allocated on a GPU, or of this process's resident memory on the CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return peak_resident_bytes()
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset the peak for `peak_since_reset`; does nothing on a CPU whose system does not allow it."""
+    """Reset the peak for `peak_since_reset`. Does nothing on a CPU whose system does not allow it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -43,7 +43,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_since_reset(device: torch.device) -> int:
-    """Peak since `reset_peak`, of the memory measured by `peak_bytes`."""
+    """Peak, since `reset_peak`, of the memory that `peak_bytes` measures."""
     if device.type != "cuda":
         with contextlib.suppress(OSError):
             for line in Path("/proc/self/status").read_text().splitlines():

@@ -80,7 +80,7 @@ def test_each_process_tells_that_it_lives_in_a_long_evaluation_and_nothing_after
 def test_processes_that_are_asked_to_leave_save_and_do(gloo, tmp_path):
     assert (
         gloo.run(2, trained, str(tmp_path), ControlRequest.LEAVE)
-        == ["left in good order after step 3, whose checkpoint is complete"] * 2
+        == ["left cleanly after step 3, whose checkpoint is complete"] * 2
     )
     assert [manifest.step for manifest in Catalog.of_run(str(tmp_path)).complete()] == [3]
 

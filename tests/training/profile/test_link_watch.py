@@ -88,5 +88,5 @@ def test_a_full_gpu_is_not_asked_for_more_memory(monkeypatch):
     watch = LinkWatch(place, asks, emit=told.append, guard=lambda watcher, look, otherwise, part: look())
     watch.after_step(StepRecord(7, 1.0, 8.0, 8, 0.1, None, 0.01, 0.0, 0.1))
     assert [event.text for event in told] == [
-        "links between workers, not measured: a GPU has less than 1 GiB free for the connections of pairs"
+        "links between workers, not measured: a GPU has less than 1 GiB free for connections between pairs"
     ]

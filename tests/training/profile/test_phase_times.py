@@ -114,7 +114,7 @@ def test_time_that_no_mark_saw_is_told_as_a_gap(still, monkeypatch):
     finished = train_alone(OnAClock(32), {"stop.after": "4 steps"})
     measured, _ = profile_of(finished)
     assert measured.gap == pytest.approx(0.35 / 3.85) and measured.worst_gap == measured.gap
-    assert any("rank 0: parts of its steps miss them by 9.1%" in event for event in finished.events)
+    assert any("rank 0: parts of its steps are off by 9.1%" in event for event in finished.events)
 
 
 def test_with_and_without_a_profile_the_weights_are_the_same_to_the_bit(monkeypatch):
