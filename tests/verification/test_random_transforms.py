@@ -86,7 +86,7 @@ def test_data_that_cannot_be_had_again_are_named_in_the_run_and_refused_where_bi
     assert warning.text.startswith("the val data: the values of the rows are not repeatable: row 0 differs in column x")
     order = train_alone(Training(OwnGenerator()), {"stop.after": "1 steps"}).summary.sample_order
     assert order.startswith("exact: ") and "; but the values of the rows are not repeatable" in order
-    with pytest.raises(DataError, match="the val data is not repeatable, as deterministic requires") as caught:
+    with pytest.raises(DataError, match="the val data is not repeatable, which deterministic requires") as caught:
         make_job(workload, {"deterministic": True})
     assert "global generators of torch, numpy or `random`" in str(caught.value)
 

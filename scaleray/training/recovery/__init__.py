@@ -1,1 +1,1 @@
-"""Recovery of a training in its workers' memory: a worker that is lost is replaced, and no step is."""
+"""Recovery of a training from its workers' memory: a lost worker is replaced, and no step is lost."""

@@ -1,7 +1,7 @@
 """The TCP connections of gloo's process groups, which a worker closes when another one is lost.
 
-A collective of gloo ends when one of its own connections does, and a group that is destroyed waits for its collectives:
-two survivors would wait for each other. `ProcessGroupGloo.abort()` of torch 2.13 ends neither."""
+A gloo collective ends when one of its own connections ends, and destroying a group waits for its collectives, so two
+survivors would wait for each other. `ProcessGroupGloo.abort()` of torch 2.13 ends neither."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ NO_TIMEOUT = bytes(16)  # of a struct timeval
 
 
 class GroupConnections:
-    """Connections of the groups that this process forms from now on. gloo listens at the address of one interface, for
-    each group at a port of its own, and gives its connections a timeout for receiving, as nothing else does. Both ends
-    close them: that of a worker that cannot be reached never comes to an end at the other one."""
+    """Connections of the groups that this process forms from now on. They are recognised because gloo listens on the
+    address of one interface, at a separate port for each group, and is alone in giving its connections a receive
+    timeout. Both ends close them, since a connection to an unreachable worker never ends by itself."""
 
     def __init__(self) -> None:
         found = _connections()
@@ -27,7 +27,7 @@ class GroupConnections:
         self._listening_before = {entry.laddr for entry in found if _is_listening(entry)}
 
     def close(self) -> bool:
-        """Close the connections of the groups; returns whether all of a group had ended before."""
+        """Close the connections of the groups. Returns whether all connections of a group had ended before."""
         found, is_open = _connections(), False
         ports = {entry.laddr for entry in found if _is_listening(entry)} - self._listening_before
         for entry in found:

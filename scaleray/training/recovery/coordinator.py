@@ -1,7 +1,7 @@
-"""The coordinator of a training whose workers may be lost: it decides which of them train, as which rank.
+"""Coordinator of a training that may lose workers: it decides which workers train, and as which rank.
 
-It lives in a process that trains nothing. Workers connect to it by TCP and exchange lines of JSON; the end of a
-connection is the end of its worker. Each membership is an epoch with a store of its own, at which its members form
+It runs in a process that does not train. Workers connect to it by TCP and exchange lines of JSON with it; when a
+connection ends, its worker counts as lost. Each membership is an epoch with its own store, at which its members form
 their process group, so that no worker of an older epoch can join it."""
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 HELLO, READY, LOST, BEAT, RANDOM, DONE = "hello", "ready", "lost", "beat", "random", "done"
-"""Messages of a worker: its facts; it waits for a group; its group is broken; it lives; its random state in a step; it
-has trained to the end."""
+"""Messages from a worker: its facts; it is waiting for a group; its group is broken; it is alive; its random state in a
+step; it has trained to the end."""
 GROUP, BROKEN, OVER, KEPT = "group", "broken", "over", "kept"
-"""Messages to a worker: its next group; its group has lost a member; the training is over; its random state is here."""
+"""Messages to a worker: its next group; its group has lost a member; the training is over; its random state has
+arrived."""
 LONGEST_LINE = 2**22
 FIRST_GROUP_S = 20.0
 KEPT_STATES = 2
-"""Random states kept of each rank: members differ by at most one step."""
+"""Number of random states stored for each rank, since members differ by at most one step."""
 
 
 @dataclass
@@ -58,11 +59,10 @@ class Coordinator:
     """Forms groups of `num_ranks` workers, and replaces lost members with spares as long as there are any.
 
     host: address of this machine for the workers. token: secret that a worker must send. silent_s: seconds without a
-    sign of life after which a worker counts as lost, and is ended. shrinks: without a spare, the other members form a
-    smaller group, which grows when a worker comes; otherwise they wait for one. first_group_s: seconds that the first
-    group waits for the workers with the lowest numbers before others take their ranks. end: ends a worker, given its
-    number, node and process id; by default it kills a process of this machine. say: receives a sentence about each
-    loss."""
+    sign of life after which a worker counts as lost and is killed. shrinks: if no spare is left, the other members form
+    a smaller group, which grows when a worker joins; otherwise they wait for one. first_group_s: seconds that the first
+    group waits for the workers with the lowest numbers before others take their ranks. end: kills a worker, given its
+    number, node and process id; by default a process of this machine. say: receives a sentence about each loss."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class Coordinator:
         self._form()
 
     def _break(self) -> None:
-        """End the current epoch: its members leave their group, and wait for the next one."""
+        """End the current epoch, so that its members leave their group and wait for the next one."""
         if self._is_running and not self.is_over:
             self._is_running, self._broken_at = False, time.time()
             self._store = None  # so that no member waits there for one that is lost
@@ -184,7 +184,7 @@ class Coordinator:
                 member.send(BROKEN, epoch=self.epoch)
 
     def _grow(self, worker: _Worker) -> None:
-        """Let a smaller group take in a worker that is ready."""
+        """Let a smaller group take in a worker that is waiting."""
         members = self._members.values()
         has_room = self._is_running and worker not in members and len(members) < self.num_ranks
         if has_room and not any(member.is_done for member in members):
@@ -192,7 +192,7 @@ class Coordinator:
             self._break()
 
     def _form(self) -> None:
-        """Begin the next epoch if there are enough workers, and all members of the last one have left it."""
+        """Begin the next epoch if there are enough workers and all members of the last one have left it."""
         if self._is_running or self.is_over or not all(member.is_ready for member in self._members.values()):
             return
         free = [rank for rank in range(self.num_ranks) if rank not in self._members]
@@ -229,7 +229,7 @@ class Coordinator:
         self._lost, self._grows = [], False
 
     async def _look(self) -> None:
-        """End workers that are silent: their process has stopped, or cannot be reached."""
+        """End workers that send nothing, because their process has stopped or cannot be reached."""
         while True:
             await asyncio.sleep(self.silent_s / 4)
             self._form()

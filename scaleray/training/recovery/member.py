@@ -28,20 +28,21 @@ from scaleray.training.setup.stores import StorePlace
 RandomState = dict[str, torch.Tensor]
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h
 LEFT_WITHIN_S = 5.0
-"""Seconds, in addition to two steps, within which a worker leaves a collective of a group that has lost a member."""
+"""Seconds, in addition to two steps, within which a worker must leave a collective of a group that has lost a
+member."""
 IDLE_S = 1.0
-"""Seconds within which it leaves a collective that has no connection any more, if it waits there for no GPU."""
+"""Seconds within which it must leave a collective whose connections have all ended, if it is not waiting for a GPU."""
 WAITING = (*COLLECTIVES, "torch/autograd/")
-"""Files in which a thread waits for other workers: a backward pass waits for DDP's collectives."""
+"""Files in which a thread waits for other workers; a backward pass waits for DDP's collectives."""
 REPORTED_WITHIN_S = 1.0
-"""Seconds within which the coordinator reports a loss that a collective has noticed."""
+"""Seconds within which the coordinator reports a loss that has made a collective fail."""
 
 
 @dataclass(frozen=True)
 class Group:
     """Membership of this worker in one epoch. nodes: node of each rank. random: last random states of the rank, by
-    step, as its former holder sent them. lost: workers lost since the last epoch. grows: a worker has joined a smaller
-    group. broken_at: wall clock of the end of the last epoch."""
+    step, as its previous holder sent them. lost: workers lost since the last epoch. grows: whether a worker has joined
+    a smaller group. broken_at: wall clock at the end of the last epoch."""
 
     epoch: int
     name: str
@@ -60,7 +61,7 @@ class Group:
 
     @property
     def local_rank(self) -> int:
-        """Number of this worker among those on its node."""
+        """Number of this worker among the workers on its node."""
         return self.nodes[: self.rank].count(self.nodes[self.rank])
 
     @property
@@ -69,7 +70,8 @@ class Group:
         return self.nodes.count(self.nodes[self.rank])
 
     def join(self, backend: str, timeout_s: float, device: str) -> None:
-        """Form the process group. Collective; it fails if a member is lost, since the coordinator closes the store."""
+        """Form the process group. Collective. Fails if a member is lost, since the coordinator then closes the
+        store."""
         join_group(
             self.store,
             backend,
@@ -108,7 +110,8 @@ class Member:
         threading.Thread(target=self._beat, args=(silent_s / 8,), name="scaleray-member-beat", daemon=True).start()
 
     def next_group(self) -> Group | None:
-        """Wait for the next group; None if the training is complete. Raises PeerLostError without a coordinator."""
+        """Wait for the next group; None if the training is complete. Raises PeerLostError if the coordinator is
+        lost."""
         self._thread_id = threading.get_ident()
         with self._leaving:
             self._has_left = True  # from here on, connections may be the next group's
@@ -135,8 +138,7 @@ class Member:
         )
 
     def is_group_broken(self) -> bool:
-        """Whether the group has lost a member. A loss shows as an error of many kinds, before the coordinator reports
-        it."""
+        """Whether the group has lost a member. A loss causes many kinds of errors before the coordinator reports it."""
         deadline = time.monotonic() + REPORTED_WITHIN_S
         while self.broken_epoch != self._epoch and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -148,8 +150,9 @@ class Member:
         self._end_collectives(self._epoch)
 
     def keep_random(self, rank: int, step: int, state: RandomState) -> None:
-        """Send the random state of a rank in a step, if it has changed since the last time, and wait until the
-        coordinator has it: others must not complete a step after which no other worker could take this rank."""
+        """Send the random state of a rank in a step, if it has changed since the last call, and wait until the
+        coordinator has received it. Without it, others could complete a step after which no other worker could take
+        over this rank."""
         now = time.monotonic()
         self._longest_s, self._stepped_at = max(self._longest_s, now - self._stepped_at), now
         last = self._last_random
@@ -161,8 +164,8 @@ class Member:
                 self._has_answer.wait_for(self._needs_no_answer)
 
     def complete(self) -> bool:
-        """Report that this worker has trained to the end, and return whether all others have as well; False if one was
-        lost before. Without a coordinator nobody waits for the others."""
+        """Report that this worker has trained to the end, and return whether all others have too; False if one was lost
+        before. Without a coordinator, no one waits for the others."""
         self._send(DONE)
         while (message := self._next()) is not None:
             if message["kind"] == OVER or message["epoch"] == self._epoch:
@@ -170,7 +173,7 @@ class Member:
         return True
 
     def close(self) -> None:
-        """End the connection, as the end of the process would: this worker is lost to the others."""
+        """End the connection, as the end of the process would. To the others, this worker is then lost."""
         self._stop.set()
         with contextlib.suppress(OSError):  # it has ended
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -180,7 +183,7 @@ class Member:
         return is_kept or self._stop.is_set() or self.broken_epoch == self._epoch
 
     def _next(self) -> dict[str, Any] | None:
-        """The next message; None, from then on, if the coordinator is lost."""
+        """The next message, or None, now and in later calls, if the coordinator is lost."""
         if (message := self._messages.get()) is None:
             self._messages.put(None)
         return message
@@ -213,22 +216,22 @@ class Member:
         self._messages.put(None)
 
     def _answer(self, number: int = 0) -> None:
-        """Wake the thread that waits for an answer of the coordinator."""
+        """Wake the thread that waits for an answer from the coordinator."""
         with self._has_answer:
             self._num_kept = max(self._num_kept, number)
             self._has_answer.notify_all()
 
     def _end_collectives(self, epoch: int) -> tuple[bool, bool]:
-        """Close the connections of the group of an epoch, unless this worker has left it. Returns whether it has, and
-        whether they had ended before."""
+        """Close the connections of an epoch's group, unless this worker has left it. Returns whether it has left, and
+        whether all connections had ended before."""
         with self._leaving:
             has_left = self._has_left or self._epoch != epoch
             return has_left, not has_left and self._connections.close()
 
     def _see_off(self, epoch: int) -> None:
-        """End collectives until this worker has left the group. If it stays in one, end the process: the others have
-        the same state, and a spare takes this worker's place as well. gloo forgets a message of which it has received
-        or sent a part when the connection ends: it then waits until the collective's timeout."""
+        """End collectives until this worker has left the group. If it does not leave one, end the process: the others
+        have the same state, and a spare takes over this worker as well. When a connection ends in the middle of a
+        message, gloo loses track of that message and waits until the collective's timeout."""
         position, since = None, 0.0
         while not (ended := self._end_collectives(epoch))[0]:
             frame = sys._current_frames().get(self._thread_id)

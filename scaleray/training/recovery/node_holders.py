@@ -1,6 +1,7 @@
-"""Holders of copies in memory as Ray actors: one on each node of a run, apart from its workers.
+"""Ray actors that hold copies of the state in memory: one on each node of a run, separate from its workers.
 
-They do not belong to the job and outlive its workers and its driver; one without requests for a while ends."""
+They do not belong to the job and outlive its workers and its driver. A holder that receives no requests for a while
+ends."""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ from scaleray.training.state.memory_copies import HolderPlace
 
 NAMESPACE = "scaleray-holders"
 KEPT_S = 1800.0
-"""Seconds without a request after which a holder ends: its run has ended without a successor."""
+"""Seconds without a request after which a holder ends, because its run has ended and was not resumed."""
 READY_S = 60.0
 MARKS = ("WORKER_TEMPLATE_SOCKET",)
 """Variables that mark the processes of a driver, which are ended after it."""
 
 
 def holder_here(run_path: str, *, label: str) -> HolderPlace:
-    """The holder of a run on this worker's node, which is started if there is none. label: label of nodes that names
-    their failure domain, or `node`."""
+    """Holder of a run on this worker's node, started if there is none. label: node label that names the failure domain,
+    or `node`."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -78,7 +79,7 @@ def holder_here(run_path: str, *, label: str) -> HolderPlace:
 
 
 def other_holders(run_path: str) -> list[HolderPlace]:
-    """All holders of a run that answer."""
+    """All holders of a run that respond."""
     import ray
 
     found = [actor.place.remote() for actor in _actors(run_path)]
@@ -98,7 +99,7 @@ def stores_of(run_path: str) -> list[Store]:
 
 
 def end_holders(run_path: str) -> None:
-    """End the holders of a run, whose memory is free then."""
+    """End the holders of a run, which frees their memory."""
     import ray
 
     for actor in _actors(run_path):

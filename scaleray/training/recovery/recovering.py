@@ -1,4 +1,4 @@
-"""A worker that trains in one group after another, as members are lost and replaced."""
+"""A worker that trains in a succession of groups, as members are lost and replaced."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ T = TypeVar("T")
 
 
 def train_in_groups(member: Member, join: Callable[[Group], None], train: Callable[[Group, LiveState], T]) -> T | None:
-    """Result of `train` in the group that completes the training, or None for a spare that was not needed.
+    """Result of `train` in the group that completes the training, or None on a spare that was not needed.
 
-    join: forms the process group. train: trains as a member of it, from the state in memory if there is one. Raises its
-    errors, except for those that follow from the loss of another worker; and PeerLostError if no group can follow."""
+    join: forms the process group. train: trains as a member of it, from the state in memory if there is one. Raises the
+    errors of both, except those caused by the loss of another worker; raises PeerLostError if no other group can
+    follow."""
     live = LiveState(member.keep_random)
     while (group := member.next_group()) is not None:
         live.begin_group(group.random, group.lost, group.broken_at, grows=group.grows)

@@ -1,9 +1,9 @@
 """Activation checkpointing: which activations of the model's blocks are stored for the backward pass, and which are
 recomputed.
 
-A checkpointed block stores only its inputs: memory falls from the sum over all blocks to one block's, for one more
-forward pass of it (Chen et al. 2016, arXiv:1604.06174). Selective checkpointing keeps the outputs of matrix products
-and attention, which are most of the arithmetic, and recomputes the cheap rest (Korthikanti et al. 2022,
+A checkpointed block stores only its inputs. Memory falls from the sum over all blocks to that of one block, at the cost
+of a second forward pass through each (Chen et al. 2016, arXiv:1604.06174). Selective checkpointing keeps the outputs of
+matrix products and attention, which are most of the arithmetic, and recomputes the cheap rest (Korthikanti et al. 2022,
 arXiv:2205.05198). Losses and gradients are the same to the bit: random numbers repeat, and buffers are not updated
 twice."""
 
@@ -20,7 +20,7 @@ from scaleray.config.compilation_activation_memory import ActivationSettings
 from scaleray.training.setup.blocks import Forward, forward_of, model_blocks, replace_forward
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
-"""Contexts of the first pass through a block, and of its repetition."""
+"""Contexts of the first pass through a block, and of its recomputation."""
 
 aten = torch.ops.aten
 KEPT = frozenset(
@@ -34,7 +34,8 @@ KEPT = frozenset(
 
 
 def apply(model: nn.Module, settings: ActivationSettings, workload: Any) -> Callable[[], None]:
-    """Checkpoint blocks of `model` in place, names of parameters unchanged; returns a function that undoes it.
+    """Checkpoint blocks of `model` in place, without changing the names of parameters. Returns a function that undoes
+    it.
 
     torch.compile implements `budget`, see `compilation`. Raises WorkloadError if the workload names no blocks."""
     if settings.checkpointing in ("none", "budget"):
@@ -101,9 +102,9 @@ def _both(outer: Any, inner: Any) -> Iterator[None]:
 
 
 class _Buffers:
-    """Buffers of a block: a repetition starts from their values before the first pass, and leaves them unchanged.
+    """Buffers of a block. A recomputation starts from their values before the first pass, and leaves them unchanged.
 
-    BatchNorm would otherwise count each batch twice, and spectral normalisation would compute with another vector."""
+    Otherwise BatchNorm would count each batch twice, and spectral normalisation would compute with another vector."""
 
     def __init__(self, block: nn.Module) -> None:
         self.there = [(part, name) for part in block.modules() for name, b in part._buffers.items() if b is not None]

@@ -1,7 +1,7 @@
 """An exponential moving average of the trained weights, which replaces them in evaluations and at the end.
 
-Each rank averages its parameters or shards. Buffers, such as BatchNorm's statistics, are those of the trained model.
-Source: Polyak & Juditsky 1992, doi:10.1137/0330046, as torch.optim.swa_utils computes it."""
+Each rank averages its own parameters or shards. Buffers, such as BatchNorm's statistics, are those of the trained
+model. Source: Polyak & Juditsky 1992, doi:10.1137/0330046, as computed by torch.optim.swa_utils."""
 
 import contextlib
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ from scaleray.training.setup.several_optimizers import members
 
 
 class Averaging:
-    """The average of a module's trained parameters; without a decay it does nothing.
+    """Average of a module's trained parameters; without a decay it does nothing.
 
-    averages: by the names of the module's state dict, in which a tied parameter has several. num_updates: number of
+    averages: by the names in the module's state dict, where a tied parameter has several. num_updates: number of
     updates so far. keeps_trained: whether the trained weights are written as well."""
 
     keeps_trained = True
@@ -47,7 +47,7 @@ class Averaging:
         return self.settings.decay is not None
 
     def after_step(self, step: int) -> None:
-        """Update the average, if it is due after optimizer step `step`, counted from 1."""
+        """Update the average if an update is due after optimizer step `step`, counted from 1."""
         if not self.is_on or step % self.settings.every:
             return
         with torch.no_grad():
@@ -66,7 +66,7 @@ class Averaging:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context in which the module has the average, and the average has the trained weights."""
+        """Context in which the module has the averaged weights, and the average stores the trained ones."""
         self.swap()
         try:
             yield
@@ -74,7 +74,7 @@ class Averaging:
             self.swap()
 
     def swap(self) -> None:
-        """Swap the module's weights and the average. Not while a checkpoint is being copied."""
+        """Exchange the module's weights and the average. Must not be called while a checkpoint is being copied."""
         if not self.is_on:
             return
         reshard(self._module)
@@ -95,8 +95,8 @@ class Averaging:
 
 
 class OptimizersAverage(Averaging):
-    """The weights of an optimizer's evaluation mode, as in schedulefree: it trains at another point than the one to be
-    used. Source: Defazio et al. 2024, The Road Less Scheduled, arXiv:2405.15682."""
+    """Weights of an optimizer's evaluation mode, as in schedulefree, which trains at one point and evaluates at
+    another. Source: Defazio et al. 2024, The Road Less Scheduled, arXiv:2405.15682."""
 
     keeps_trained = False
 
@@ -121,14 +121,14 @@ class OptimizersAverage(Averaging):
         return {name: copies[p] for name, p in self._named}
 
     def after_step(self, step: int) -> None:
-        """Do nothing: the optimizer's step has moved both points."""
+        """Do nothing, since the optimizer's step has moved both points."""
 
     def reinitialise(self) -> None:
-        """Do nothing: the average follows from the optimizer's state."""
+        """Do nothing, since the average follows from the optimizer's state."""
 
     def swap(self) -> None:
-        """Switch the optimizer's mode. The trained weights return bit-identically. Not while a checkpoint is being
-        copied."""
+        """Switch the optimizer's mode. The trained weights return bit-identically. Must not be called while a
+        checkpoint is being copied."""
         reshard(self._module)
         if self._trained:
             self._call("train")
@@ -145,12 +145,12 @@ class OptimizersAverage(Averaging):
 
 
 def has_modes(optimizer: Any) -> bool:
-    """Whether an optimizer has a mode of training and one of evaluation."""
+    """Whether an optimizer has separate modes for training and evaluation."""
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
 def averaging_of(module: nn.Module, optimizer: torch.optim.Optimizer, config: RunConfig, strategy: str) -> Averaging:
-    """The average of the weights that the config or the optimizer defines. Raises WorkloadError for an optimizer whose
+    """Average of the weights as defined by the config or the optimizer. Raises WorkloadError for an optimizer whose
     modes cannot be used."""
     if not any(has_modes(each) for each in members(optimizer).values()):
         return Averaging(module, config.averaging)

@@ -1,7 +1,7 @@
 """The repeated blocks of a model, and how to replace a block's forward pass without renaming its parameters.
 
-Wrapping a block in another module, as torch's checkpoint_wrapper and torch.compile(module) do, puts a prefix before the
-names of its parameters, and checkpoints would no longer fit. Replacing the block's own method keeps every name."""
+Wrapping a block in another module, as torch's checkpoint_wrapper and torch.compile(module) do, adds a prefix to the
+names of its parameters, and checkpoints no longer fit. Replacing the block's own method keeps every name."""
 
 import inspect
 import types
@@ -14,11 +14,12 @@ from scaleray.errors import WorkloadError
 from scaleray.workload import call_user_code
 
 Forward = Callable[..., Any]
-"""A forward pass as a function of the module and its inputs."""
+"""Forward pass as a function of the module and its inputs."""
 
 
 def model_blocks(workload: Any, model: nn.Module, *, wanted_by: str) -> list[nn.Module]:
-    """Blocks of the workload's `blocks`, in its order. Raises WorkloadError, naming `wanted_by`, if there are none."""
+    """Blocks returned by the workload's `blocks`, in that order. Raises WorkloadError, naming `wanted_by`, if there are
+    none."""
     method = getattr(workload, "blocks", None)
     found = call_user_code(lambda: method(model), what="blocks()", doing="naming the blocks") if method else None
     hint = "add blocks(self, model) to the workload: it returns the repeated parts, such as model.blocks"
@@ -34,12 +35,12 @@ def model_blocks(workload: Any, model: nn.Module, *, wanted_by: str) -> list[nn.
                 "blocks()", f"returned a {type(block).__name__}: every block must be a part of the model"
             )
     if len(set(map(id, blocks))) < len(blocks):
-        raise WorkloadError.problem("blocks()", "returned one block twice: every block must be named once")
+        raise WorkloadError.problem("blocks()", "returned one block twice: every block must be returned once")
     return blocks
 
 
 def forward_of(module: nn.Module) -> Forward:
-    """The forward pass of a module as a function of the module: the same for all modules of a class."""
+    """Forward pass of a module as a function of the module; one function for all modules of a class."""
     forward = module.forward
     if inspect.ismethod(forward) and forward.__self__ is module:
         return forward.__func__

@@ -1,8 +1,8 @@
 """Compilation by torch.compile inside the strategy's wrapper, with a report of its result.
 
-Compiling a model that DDP or FSDP has wrapped silently runs eagerly (pytorch#140416), and so does FSDP around a block
-on which `compile()` was called: hooks are compiled with it. Here the forward method alone is compiled, so that every
-hook stays outside, and all blocks of a class share one graph. Graphs, graph breaks and failures are counted, since
+A compiled model that DDP or FSDP has wrapped silently runs eagerly (pytorch#140416), and so does FSDP around a block on
+which `compile()` was called, because hooks are compiled with it. Here only the forward method is compiled, so that
+every hook stays outside and all blocks of a class share one graph. Graphs, graph breaks and failures are counted, since
 neither torch nor a loss curve shows that a run was not compiled. Source: Ansel et al. 2024, PyTorch 2, ASPLOS,
 doi:10.1145/3620665.3640366."""
 
@@ -22,13 +22,13 @@ from scaleray.config import RunConfig
 from scaleray.errors import ConfigError
 from scaleray.training.setup.blocks import Forward, forward_of, model_blocks, replace_forward
 
-MEND = "fix the named cause, or leave it out to train without compilation"
+MEND = "fix this cause, or leave the setting out to train without compilation"
 DDP_SPLITS_FROM_MIB = 1.0  # torch's DDP optimizer asserts that buckets are no smaller than DDP's first one
 
 
 @dataclass(frozen=True)
 class Compilation:
-    """A model that was to be compiled. `report` is empty until steps have run, since compiling happens on demand."""
+    """Model that is to be compiled. `report` is empty until steps have run, since compilation happens on demand."""
 
     what: str
     backend: str
@@ -36,7 +36,7 @@ class Compilation:
     notes: list[str] = field(default_factory=list)
 
     def report(self) -> dict[str, Any]:
-        """Result of compilation on this rank: graphs and their operations, breaks and failures with file and line,
+        """Result of the compilation on this rank: graphs and their operations, breaks and failures with file and line,
         cache hits."""
         from torch._dynamo.utils import counters
 
@@ -54,8 +54,8 @@ class Compilation:
         }
 
     def check(self) -> list[str]:
-        """Warnings for the user once the first steps have run. Raises ConfigError if `must_succeed` is set and
-        compilation failed."""
+        """Warnings for the user after the first steps. Raises ConfigError if `must_succeed` is set and compilation
+        failed."""
         report = self.report()
         failed = report["failures"]
         reasons = "; ".join(_shown(each) for each in failed or report["graph_breaks"]) or "no forward pass was called"
@@ -74,7 +74,7 @@ class Compilation:
 
 @contextlib.contextmanager
 def compiled(model: nn.Module, config: RunConfig, workload: Any) -> Iterator[Compilation | None]:
-    """Context in which `model` is compiled in place, without renaming parameters; None if nothing is to be compiled.
+    """Context in which `model` is compiled in place, without renaming parameters; None if there is nothing to compile.
     Resets torch's counters and switches, which are global, so that each run is counted separately. Raises WorkloadError
     if blocks are to be compiled and the workload names none."""
     settings = config.compilation
@@ -99,7 +99,7 @@ def compiled(model: nn.Module, config: RunConfig, workload: Any) -> Iterator[Com
 
 @contextlib.contextmanager
 def _switches(config: RunConfig, notes: list[str]) -> Iterator[None]:
-    """Context with torch's settings for this run, and its counters at zero."""
+    """Context with torch's settings for this run and its counters at zero."""
     import torch._dynamo
     import torch._functorch.config
     from torch._dynamo.utils import clear_compilation_metrics, counters, graph_break_reasons
@@ -151,14 +151,14 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def eagerly() -> contextlib.AbstractContextManager[Any]:
-    """Context for passes with shapes that will not recur: they must not be compiled, nor teach torch that shapes
-    vary."""
+    """Context for passes with shapes that will not recur. They must not be compiled, nor make torch treat the shapes as
+    variable."""
     return torch.compiler.set_stance("force_eager")
 
 
 def compile_error(exc: Exception) -> ConfigError | None:
-    """The error of a failed compilation for the user: with `must_succeed` it is raised in the first step. None for
-    other errors."""
+    """User-facing error about a failed compilation, which `must_succeed` raises in the first step. None for other
+    errors."""
     if "torch._dynamo" not in sys.modules or not isinstance(exc, torch._dynamo.exc.TorchDynamoException):
         return None
     reason = " ".join(str(exc).split("Set TORCHDYNAMO_VERBOSE")[0].split())
@@ -177,7 +177,7 @@ def _graph_breaks() -> list[dict[str, Any]]:
 
 
 def _failures() -> list[dict[str, Any]]:
-    """Frames that run entirely eagerly, once each."""
+    """Frames that run entirely eagerly, each listed once."""
     from torch._dynamo.utils import get_compilation_metrics
 
     found: dict[tuple[Any, ...], dict[str, Any]] = {}

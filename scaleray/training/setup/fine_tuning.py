@@ -1,8 +1,8 @@
 """Training from existing weights: reading them, freezing parts, and low-rank adapters (LoRA).
 
-An adapter is two parameters `lora_a` and `lora_b` of the layer itself, whose own weight keeps its name, so weights of a
-model without adapters still load. Called by model_setup (before and after the strategy) and, at the end, by the loop.
-Source: Hu et al. 2021, arXiv:2106.09685."""
+An adapter consists of two parameters `lora_a` and `lora_b` of the layer itself, whose own weight keeps its name, so
+that weights of a model without adapters can still be loaded. Called by model_setup, before and after the strategy, and
+by the loop at the end. Source: Hu et al. 2021, arXiv:2106.09685."""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from scaleray.workload import call_user_code
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with `alpha / rank * B A` added to its weight: A is lora_a (rank, in), B is lora_b (out, rank)."""
+    """Linear layer with `alpha / rank * B A` added to its weight. A is lora_a (rank, in), B is lora_b (out, rank)."""
 
     lora_a: nn.Parameter
     lora_b: nn.Parameter
@@ -33,8 +33,8 @@ class LoraLinear(nn.Linear):
 
     @classmethod
     def adapt(cls, layer: nn.Linear, *, rank: int, alpha: float) -> None:
-        """Give an adapter to a layer, in place: hooks and references to the layer stay valid. B is zero, so the layer's
-        output is unchanged; A is drawn like a linear layer, as in the paper's code."""
+        """Add an adapter to a layer in place, so that hooks and references to the layer remain valid. B is zero, so the
+        layer's output is unchanged; A is initialised like a linear layer, as in the paper's code."""
         weight = layer.weight
         layer.__class__ = cls
         assert isinstance(layer, cls)
@@ -49,10 +49,10 @@ class LoraLinear(nn.Linear):
 
 
 def adapt(model: nn.Module, settings: FineTuningSettings) -> None:
-    """Freeze parameters and add adapters, in place. Called before the strategy, which lays out the result.
+    """Freeze parameters and add adapters, in place. Called before the strategy, which shards the result.
 
-    Draws from torch's generator after the model has, so the model itself starts as it would without adapters. Raises
-    WorkloadError for names that the model does not have, and if nothing is left to train."""
+    Adapters draw from torch's generator after the model has, so the model itself starts as it would without them.
+    Raises WorkloadError for names that the model does not have, and if nothing is left to train."""
     for beginning in settings.freeze:
         # including the second names of tied parameters
         found = [p for name, p in model.named_parameters(remove_duplicate=False) if name.startswith(beginning)]
@@ -60,7 +60,7 @@ def adapt(model: nn.Module, settings: FineTuningSettings) -> None:
             raise WorkloadError(
                 "fine_tuning.freeze",
                 beginning,
-                "no parameter name starts with this",
+                "no parameter's name starts with it",
                 f"names are: {_shortened(sorted({n for n, _ in model.named_children()}))}",
             )
         for parameter in found:
@@ -77,11 +77,11 @@ def adapt(model: nn.Module, settings: FineTuningSettings) -> None:
 
 
 def load(module: nn.Module, workload: Any, where: str, *, is_part: bool = False) -> None:
-    """Fill a model, which may be sharded, with the weights at `where`; adapters stay unchanged if those weights have
+    """Load the weights at `where` into a model, which may be sharded. Adapters are unchanged if the weights contain
     none.
 
-    is_part: the module is a stage of the model, and takes its own tensors. where: as for `workload.weights`. Each rank
-    reads its own part, without communication. Raises CheckpointError."""
+    is_part: the module is a stage of the model and takes only its own tensors. where: as for `workload.weights`. Each
+    rank reads its own part, without communication. Raises CheckpointError."""
     where = model_folder(where)
     tensors = {name: t for name, t in module.state_dict().items() if isinstance(t, torch.Tensor)}
     adapters = {name for name in tensors if is_of_adapter(name)}
@@ -109,7 +109,7 @@ def load(module: nn.Module, workload: Any, where: str, *, is_part: bool = False)
 
 
 def _load_adapter(module: nn.Module, adapters: Mapping[str, torch.Tensor], where: str, *, is_part: bool) -> None:
-    """Fill the adapters and the modules trained with them: the rest of the model stays as `build_model` made it."""
+    """Load the adapters and the modules trained with them; the rest of the model stays as `build_model` made it."""
     scales = {part.lora_scale for part in module.modules() if isinstance(part, LoraLinear)}
     if not scales:
         raise CheckpointError(
@@ -119,8 +119,8 @@ def _load_adapter(module: nn.Module, adapters: Mapping[str, torch.Tensor], where
 
 
 def merged_share(share: WeightShare, settings: FineTuningSettings) -> WeightShare:
-    """Final weights with each adapter added to its layer's weight, which is in the same share, named as without
-    adapters; and the adapters separately."""
+    """Final weights with each adapter added to its layer's weight, which is in the same share, under the names of a
+    model without adapters; and the adapters separately."""
     if not settings.lora_rank or not settings.merge:
         return share
     layout = {name: placed for name, placed in share.layout.items() if not is_of_adapter(name)}
@@ -132,12 +132,12 @@ def merged_share(share: WeightShare, settings: FineTuningSettings) -> WeightShar
 
 
 def has_adapters(weights: Mapping[str, Any]) -> bool:
-    """Whether any of these tensors, by name, belongs to an adapter."""
+    """Whether any of these tensors belongs to an adapter, judging by its name."""
     return any(map(is_of_adapter, weights))
 
 
 def merged(weights: dict[str, Any], settings: FineTuningSettings) -> dict[str, Any]:
-    """A state dict of whole layers with each adapter added to its layer's weight."""
+    """State dict of whole layers, with each adapter added to its layer's weight."""
     plain = {name: value for name, value in weights.items() if not is_of_adapter(name)}
     for name, low in weights.items():
         layer, _, last = name.rpartition(".")
@@ -164,7 +164,7 @@ def _layers(model: nn.Module, settings: FineTuningSettings) -> list[nn.Linear]:
             raise WorkloadError(
                 "fine_tuning.lora_layers",
                 words,
-                "no linear layer's name ends with this",
+                "no linear layer's name ends with it",
                 f"there are: {_shortened(there)}",
             )
         chosen.update(found)
@@ -172,17 +172,14 @@ def _layers(model: nn.Module, settings: FineTuningSettings) -> list[nn.Linear]:
 
 
 def _trained_whole(model: nn.Module, settings: FineTuningSettings) -> list[nn.Parameter]:
-    """Parameters of the fully trained modules, except those that the workload froze."""
+    """Parameters of the modules to be trained in full, except those that the workload has frozen."""
     if settings.trained_whole != FineTuningSettings().trained_whole:
         there = [name for name, _ in model.named_modules()]
         for words in settings.trained_whole:
             if not any(is_inside(f"{name}.", [words]) for name in there):
                 own = sorted({name for name, _ in model.named_children()})
                 raise WorkloadError(
-                    "fine_tuning.trained_whole",
-                    words,
-                    "no module's name ends with this",
-                    f"there are: {_shortened(own)}",
+                    "fine_tuning.trained_whole", words, "no module's name ends with it", f"there are: {_shortened(own)}"
                 )
     found = model.named_parameters(remove_duplicate=False)
     return [p for name, p in found if p.requires_grad and is_inside(name, settings.trained_whole)]

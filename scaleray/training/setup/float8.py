@@ -1,6 +1,6 @@
 """Matrix products of linear layers in float8, through torchao: `precision.float8`.
 
-A layer keeps its parameters, in their own type, its names and its hooks; only the class that computes its products
+A layer keeps its parameters and their type, its names and its hooks; only its class, which computes the products,
 becomes torchao's. Inputs, weights and gradients are scaled to float8's range in every product ("dynamic scaling"), so
 there is no state to save. Sources: Micikevicius et al. 2022, FP8 formats for deep learning, arXiv:2209.05433; torchao's
 float8 training, https://github.com/pytorch/ao/tree/main/torchao/float8. This has not been run on a GPU; tests emulate
@@ -22,17 +22,19 @@ from scaleray.training.setup.blocks import model_blocks
 
 MULTIPLE = 16  # both sizes of a weight must be multiples of it for the GPU's float8 products
 LEAST_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}
-"""Least NVIDIA compute capability: float8 came with Ada, torchao's row-wise kernels are for Hopper and later."""
+"""Minimum NVIDIA compute capability: float8 came with Ada; torchao's row-wise kernels require Hopper or later."""
 
 
 def convert(
     model: nn.Module, device: torch.device, settings: PrecisionSettings, workload: Any, undo: contextlib.ExitStack
 ) -> list[str]:
-    """Let linear layers of `model` compute in float8, in place; `undo` takes it back. Returns messages for the user.
+    """Convert linear layers of `model` to compute in float8, in place; `undo` reverts this. Returns messages for the
+    user.
 
-    The layers are those in the workload's blocks or, without blocks, all but the last of the model: the head's output
-    decides the loss. Layers of other classes, such as adapters, and sizes that float8 products do not support are left
-    out. Raises ConfigError if the device or torchao is missing, WorkloadError if no layer is left."""
+    The layers are those in the workload's blocks or, without blocks, all but the last one of the model, whose output
+    determines the loss. Layers of other classes, such as adapters, and layers of sizes that float8 products do not
+    support are left out. Raises ConfigError if the device does not support float8 or torchao is missing, WorkloadError
+    if no layer remains."""
     if settings.float8 == "none":
         return []
     check_device(device, settings)
@@ -61,7 +63,7 @@ def convert(
 
 
 def check_device(device: torch.device, settings: PrecisionSettings) -> None:
-    """Raise ConfigError if the device has no float8 products, unless they are emulated."""
+    """Raise ConfigError if the device cannot compute float8 products, unless they are emulated."""
     if settings.emulate_float8:
         return
     if device.type != "cuda":
@@ -78,13 +80,13 @@ def check_device(device: torch.device, settings: PrecisionSettings) -> None:
             "precision.float8",
             settings.float8,
             f"{torch.cuda.get_device_name(device)} has compute capability {has[0]}.{has[1]}, "
-            f"and it needs {least[0]}.{least[1]}",
+            f"but it needs {least[0]}.{least[1]}",
             "use tensorwise" if has >= LEAST_CAPABILITY["tensorwise"] else "use none, which computes in bf16",
         )
 
 
 def _converter(settings: PrecisionSettings) -> Callable[[nn.Linear], nn.Module]:
-    """Function that makes torchao's layer from an ordinary one, with the same parameters."""
+    """Function that makes torchao's layer from an ordinary one and keeps its parameters."""
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as exc:
@@ -107,7 +109,7 @@ def _converter(settings: PrecisionSettings) -> Callable[[nn.Linear], nn.Module]:
 def _layers(
     model: nn.Module, settings: PrecisionSettings, workload: Any
 ) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """The layers to convert by name, and the others with the reason."""
+    """The layers to convert, by name, and the reasons for leaving out the others."""
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if callable(getattr(workload, "blocks", None)) and workload.blocks(model) is not None:
         blocks = model_blocks(workload, model, wanted_by="precision.float8")
@@ -138,10 +140,10 @@ def _layers(
 
 
 def _become(layer: nn.Linear, like: nn.Module) -> Callable[[], None]:
-    """Give a layer the class and the attributes of `like`: references to it, and its hooks, stay valid. Returns a
-    function that undoes it.
+    """Give a layer the class and the attributes of `like`, so that its hooks and references to it remain valid. Returns
+    a function that undoes it.
 
-    torchao's own conversion replaces the module, which would lose hooks and the model's references to it."""
+    torchao's own conversion replaces the module, which would lose the hooks and the model's references to it."""
     added = [name for name in like.__dict__ if name not in layer.__dict__]
     for name in added:
         layer.__dict__[name] = like.__dict__[name]

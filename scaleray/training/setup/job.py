@@ -23,26 +23,26 @@ from scaleray.records.worker_requests import TraceRequest
 
 
 def check_row_lengths(config: RunConfig, train: Split) -> None:
-    """Raise ConfigError for settings that cannot be combined with an order by length, or batches of tokens."""
+    """Raise ConfigError for settings that cannot be combined with ordering rows by length or with batches of tokens."""
     is_packed = train.size.packed_steps(config) is not None
     bucket = config.data.bucket_by_length
     if bucket is None and not is_packed:
         return
     key, value = ("batch.unit", "tokens") if is_packed else ("data.bucket_by_length", bucket)
     if train.is_streamed:
-        allowed = "a stream of rows has its own order"
+        allowed = "a streamed data set has an order of its own"
         raise ConfigError(key, value, allowed, "use data that can be read by index")
     if train.lengths is None:
         raise ConfigError(
             key,
             value,
-            "the lengths of the training rows are not known",
+            "it needs the lengths of the training rows, which are unknown",
             "give rows of unequal length as lists of arrays, a Dataset with an attribute `lengths`, or "
             "ParquetSource(lengths=...)",
         )
     if bucket is not None and not config.data.shuffle:
-        allowed = "data.shuffle false keeps the order of the file"
-        raise ConfigError("data.bucket_by_length", bucket, allowed, "leave one of the two out")
+        allowed = "it needs shuffled rows, and data.shuffle is false"
+        raise ConfigError("data.bucket_by_length", bucket, allowed, "leave one of the two settings out")
     if config.scale.is_elastic:
         raise ConfigError(
             key,
@@ -54,13 +54,13 @@ def check_row_lengths(config: RunConfig, train: Split) -> None:
         return
     if config.shares.by != "equal":
         raise ConfigError(
-            "shares.by", config.shares.by, "with batch.unit tokens, steps vary in rows", "use equal shares"
+            "shares.by", config.shares.by, "with batch.unit tokens, steps differ in rows", "use equal shares"
         )
     if config.has_stages:
         raise ConfigError(
             "batch.unit",
             "tokens",
-            "pipeline needs the same micro-batches in every step, but steps of tokens vary in rows",
+            "pipeline needs the same micro-batches in every step, and steps of tokens differ in rows",
             "count in samples, or use ddp, fsdp or zero1",
         )
     memory = config.memory
@@ -71,20 +71,20 @@ def check_row_lengths(config: RunConfig, train: Split) -> None:
         raise ConfigError(
             key,
             value,
-            "batch.micro_size counts tokens here, but the search tries numbers of rows",
-            f"leave out batch.micro_size, to divide a worker's share by rows, or {key}",
+            "batch.micro_size counts tokens here, and the search tries numbers of rows",
+            f"leave out batch.micro_size, which divides a worker's share by rows, or leave out {key}",
         )
     if config.batch.drop_last:
         raise ConfigError(
             "batch.drop_last",
             True,
-            "with batch.unit tokens there is no partial batch to drop: steps have about the same size",
+            "with batch.unit tokens there is no partial batch to drop, because all steps have about the same size",
             "leave it out",
         )
 
 
 def check_same_place(config: RunConfig, plan: StepPlan, progress: Mapping[str, Any], global_batch_size: int) -> None:
-    """Raise ConfigError for a resumed run whose plan by length differs from that before its interruption."""
+    """Raise ConfigError if a resumed run's plan by length differs from the plan before its interruption."""
     if not isinstance(plan, LengthPlan):
         return
     where = progress["epoch"], progress["sample_in_epoch"]
@@ -98,8 +98,8 @@ def check_same_place(config: RunConfig, plan: StepPlan, progress: Mapping[str, A
 
 
 MANY_EPOCHS = 200
-"""Epochs of a Ray Dataset after which a Ray node's metrics page may be too long for Prometheus: it has four histograms
-for every epoch (measured: 44 to 83 kB an epoch, and 11 ms on quiet cores; ray-project/ray#65029)."""
+"""Number of epochs of a Ray Dataset after which a Ray node's metrics page may be too long for Prometheus. It has four
+histograms for every epoch (measured: 44 to 83 kB per epoch, and 11 ms on idle cores; ray-project/ray#65029)."""
 
 
 WITHOUT_FILES: Mapping[str, Any] = {**NOTHING_SAVED, "tracking.system_metrics": False}
@@ -111,12 +111,12 @@ FIRST_STEPS: Mapping[str, Any] = {
     "stop.watch": None,
     "evaluation.every": None,
 }
-"""Settings of the first steps of a training, without early end or interruption."""
+"""Settings for running only the first steps of a training, without early stopping or interruption."""
 
 
 @dataclass(frozen=True)
 class TrainJob:
-    """One training, ready to run anywhere. started_at: wall clock of the command's start, in seconds."""
+    """One training, ready to run anywhere. started_at: wall clock, in seconds, at which the command started."""
 
     config: RunConfig
     recipe: Recipe
@@ -124,21 +124,21 @@ class TrainJob:
     splits: Mapping[str, Split]
     started_at: float
     workers: int = 0
-    """Number of workers that train; 0: the number in the config."""
+    """Number of workers that train; 0 for the number in the config."""
     origin: Origin | None = None
-    """Point where the plan begins, if the global batch size has changed."""
+    """Position at which the plan begins, if the global batch size has changed."""
     varied: tuple[str, ...] = ()
-    """Keys of the config by which the trainings of a sweep differ."""
+    """Keys of the config in which the trainings of a sweep differ."""
     start_ends: Mapping[str, float] = field(default_factory=dict)
     """Wall clock at the end of each part of the start, see `records/start.py`."""
     trace: TraceRequest | None = None
-    """Trace of its last steps, if one is requested."""
+    """Trace of the last steps, if one is requested."""
     is_only_measured: bool = False
     """Whether its steps or evaluations are only measured or compared, as parts of a training."""
     probes_links: bool = False
-    """Whether each pair of workers is measured when the training has ended."""
+    """Whether the link between each pair of workers is measured at the end of the training."""
     mlflow_runs: tuple[str, ...] | None = None
-    """Runs of MLflow's library before the workload was loaded, by id; None if unknown."""
+    """IDs of the runs of MLflow's library from before the workload was loaded; None if unknown."""
 
     def __post_init__(self) -> None:
         by, train = self.config.shares.by, self.splits[TRAIN]
@@ -154,7 +154,7 @@ class TrainJob:
                 "scale.workers",
                 str(self.config.scale.workers),
                 f"this IterableDataset deals its rows out by {train.dealt_by}, for a fixed number of workers",
-                "give one number, or do not deal rows out: every worker then reads all rows and uses its own",
+                "give one number, or let every worker read all rows, of which it then uses its own",
             )
         if self.config.recovery.is_on:
             self._check_recovery(train)
@@ -163,18 +163,18 @@ class TrainJob:
             if self.config.deterministic and not split.row_values.are_repeatable:
                 raise DataError.problem(
                     f"the {split.name} data",
-                    f"is not repeatable, as deterministic requires: {split.row_values.difference}",
+                    f"is not repeatable, which deterministic requires: {split.row_values.difference}",
                     f"{split.row_values.advice}, or train without --deterministic",
                 )
 
     def _check_recovery(self, train: Split) -> None:
-        """Check that a spare can read the rows of any worker, and that no state is known to one worker alone."""
+        """Check that a spare can read the rows of any worker, and that no state exists on one worker only."""
         own_state = [each for each in callbacks_of(self.workload) if callable(getattr(each, "state_dict", None))]
         why = ""
         if train.is_streamed or train.dealt_by:
             why = f"{'a Ray ' if train.is_streamed else 'this Iterable'}Dataset deals its rows out to the workers"
         elif own_state:
-            why = f"{type(own_state[0]).__name__} has a state of its own on each worker, which is lost with it"
+            why = f"{type(own_state[0]).__name__} has separate state on each worker, which is lost with the worker"
         if why:
             raise ConfigError("recovery.spares", self.config.recovery.spares, why, "leave it out")
 
@@ -185,22 +185,22 @@ class TrainJob:
         return f"{promise}; {'but ' if values.difference else ''}{values.promise}" if values.promise else promise
 
     def data_warnings(self) -> list[str]:
-        """Warnings for data that is not repeatable, batches that cannot be made ahead, and a Ray Dataset that is read
-        so often that Ray has too many metrics of it."""
+        """Warnings about data that is not repeatable, batches that cannot be prepared in advance, and a Ray Dataset
+        that is read so often that Ray has too many metrics for it."""
         found = []
         for split in self.splits.values():
             if not split.row_values.are_repeatable:
                 found.append(f"the {split.name} data: {split.row_values.promise}; {split.row_values.advice}")
             elif split.collate is not None and split.collate.why_in_turn and not split.is_streamed:
-                why = f"{split.collate.why_in_turn}, so the training waits for each batch to be made"
+                why = f"{split.collate.why_in_turn}, so the training waits while each batch is made"
                 found.append(f"the {split.name} data: {why}; {COLLATE_ADVICE}")
         if self.splits[TRAIN].is_streamed and self.config.monitoring.port is None:
             epochs = self.train_plan().place(self.recipe.total_steps - 1)[0] + 1
             if epochs > MANY_EPOCHS:
                 found.append(
-                    f"the train data: a Ray Dataset that is read {epochs} times; Ray's node adds metrics for each "
+                    f"the train data: a Ray Dataset that is read {epochs} times; a Ray node adds metrics each time "
                     "until its page is too long for Prometheus (ray-project/ray#65029); set monitoring.port and let "
-                    "Prometheus read that, or repeat the rows within the Dataset"
+                    "Prometheus scrape that port, or repeat the rows within the Dataset"
                 )
         return found
 
@@ -216,11 +216,11 @@ class TrainJob:
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of shares into which a global batch is cut."""
+        """Number of shares into which a global batch is divided."""
         return self.degrees.data
 
     def on(self, workers: int) -> TrainJob:
-        """The same training on as many workers as an elastic run currently has."""
+        """The same training on the number of workers that an elastic run currently has."""
         if workers == self.world_size:
             return self
         config = self.config
@@ -238,7 +238,8 @@ class TrainJob:
     ) -> TrainJob:
         """The same training with other settings (see `RunConfig.changed`), values of its recipe, and fields.
 
-        first_steps: train so many steps, even beyond its end: no target, patience, evaluations or files."""
+        first_steps: train this many steps, even beyond the end of the training, without target, patience, evaluations
+        or files."""
         if first_steps is not None:
             settings = {**FIRST_STEPS, "schedule.watch": self.config.followed, **(settings or {})}
             no_files = dict.fromkeys(("checkpoint_every_steps", "keep_checkpoint_every_steps", "memory_every_steps"))
@@ -251,7 +252,8 @@ class TrainJob:
         return dataclasses.replace(self, **fields)
 
     def continued(self, progress: Mapping[str, Any]) -> TrainJob:
-        """The rest of a training from a checkpoint's progress, whose global batch size may have differed."""
+        """The rest of a training after a checkpoint's progress, which may have been made with another global batch
+        size."""
         check_same_place(self.config, self.train_plan(), progress, self.recipe.global_batch_size)
         origin = Origin(**progress["origin"]) if progress.get("origin") else None
         if progress["global_batch_size"] != self.recipe.global_batch_size:
@@ -262,7 +264,7 @@ class TrainJob:
         return job.changed(values={"total_steps": origin.step + self.recipe.total_steps - job.steps_before()})
 
     def steps_before(self) -> int:
-        """Number of steps of the current size that equal the training before the origin."""
+        """Number of steps of the current size that correspond to the training before the origin."""
         if self.origin is None:
             return 0
         plan = self.train_plan()
@@ -298,8 +300,8 @@ class TrainJob:
         )
 
     def evaluation_plan(self, split: Split) -> StepPlan:
-        """Every row of an evaluation split once, in file order. Each evaluation is epoch 0, so random transforms give
-        the same values each time, and metrics depend only on the weights."""
+        """Every row of an evaluation split once, in file order. Each evaluation uses epoch 0, so that random transforms
+        give the same values each time and metrics depend only on the weights."""
         batch_size = self.recipe.evaluation_micro_batch_size * self.data_parallel_size
         rows = self._usable_rows(split)
         return StepPlan(
@@ -307,7 +309,7 @@ class TrainJob:
         )
 
     def evaluation_splits(self) -> list[Split]:
-        """Every split but `train`."""
+        """Every split except `train`."""
         return [split for name, split in self.splits.items() if name != TRAIN]
 
     def _usable_rows(self, split: Split, *, is_dealt: bool = False) -> int:
@@ -317,8 +319,8 @@ class TrainJob:
 
 
 def rescaled(config: RunConfig, full: Recipe, workers: int) -> RunConfig:
-    """The config with which each of fewer workers keeps its share: a smaller global batch, and the same total of
-    samples.
+    """Config in which each of fewer workers keeps its share: the global batch is smaller, the total number of samples
+    the same.
 
     The learning rate follows from `optimizer.rule`. Lengths in steps refer to the full batch."""
 

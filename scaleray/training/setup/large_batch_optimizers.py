@@ -1,7 +1,7 @@
-"""LARS and LAMB: optimizers for large batches, whose step in each layer follows the size of the layer's weights.
+"""LARS and LAMB: optimizers for large batches, whose step in each layer depends on the norm of the layer's weights.
 
 Both need the norm of a whole parameter. For a sharded parameter (DTensor: FSDP, tensor parallelism) the norm of this
-rank's part would be wrong, so the squared norms of all parameters are summed over the ranks in one collective a step.
+rank's part would be wrong, so the squared norms of all parameters are summed over the ranks in one collective per step.
 Used by training.setup.optimizers. Sources: You, Gitman, Ginsburg 2017, arXiv:1708.03888 (LARS); You et al. 2019,
 arXiv:1904.00962 (LAMB)."""
 
@@ -19,7 +19,7 @@ from scaleray.strategies.sharding.shards import local
 
 @dataclass(frozen=True)
 class _Group:
-    """The parameters of one group that have a gradient, and this rank's part of each."""
+    """Parameters of one group that have a gradient, and this rank's part of each."""
 
     options: dict[str, Any]
     parameters: list[torch.Tensor]
@@ -39,14 +39,14 @@ class _Group:
 
 
 class Lars(torch.optim.Optimizer):
-    """SGD with momentum whose step in a layer is `trust_coefficient * norm(w) / (norm(g) + decay * norm(w))` times as
-    long.
+    """SGD with momentum, with the step of each layer multiplied by `trust_coefficient * norm(w) / (norm(g) + decay *
+    norm(w))`.
 
-    The learning rate is part of the momentum buffer, as in the paper's algorithm 1; torch's SGD multiplies it in later,
+    The learning rate is part of the momentum buffer, as in the paper's algorithm 1. torch's SGD multiplies it in later,
     which gives another result while the rate changes. A layer whose weights or gradient are all zero takes the plain
-    step of SGD. Groups with `adaptive: False` (biases, norms) always do. Parameters may be DTensors: `step` is then
-    collective, one all-reduce for all of them. Raises RuntimeError for sparse gradients. Source: You, Gitman, Ginsburg
-    2017, arXiv:1708.03888."""
+    step of SGD, as groups with `adaptive: False` (biases, norms) always do. Parameters may be DTensors: `step` is then
+    collective, with one all-reduce for all of them. Raises RuntimeError for sparse gradients. Source: You, Gitman,
+    Ginsburg 2017, arXiv:1708.03888."""
 
     def __init__(
         self,
@@ -99,12 +99,12 @@ class Lars(torch.optim.Optimizer):
 
 
 class Lamb(torch.optim.Optimizer):
-    """AdamW whose step in a layer is scaled to the norm of the layer's weights: `lr * norm(w) / norm(u) * u`.
+    """AdamW, with the step of each layer scaled to the norm of the layer's weights: `lr * norm(w) / norm(u) * u`.
 
-    u is Adam's bias-corrected step plus `weight_decay * w`. A layer with zero weights or a zero step, and groups with
+    u is Adam's bias-corrected step plus `weight_decay * w`. Layers with zero weights or a zero step, and groups with
     `adaptive: False` (biases, norms), use u unscaled. The paper uses eps 1e-6. Parameters may be DTensors: `step` is
-    then collective, one all-reduce for all of them. Raises RuntimeError for sparse gradients. Source: You et al. 2019,
-    arXiv:1904.00962, algorithm 2 with phi(z) = z."""
+    then collective, with one all-reduce for all of them. Raises RuntimeError for sparse gradients. Source: You et al.
+    2019, arXiv:1904.00962, algorithm 2 with phi(z) = z."""
 
     def __init__(
         self,
@@ -164,10 +164,10 @@ class Lamb(torch.optim.Optimizer):
 
 
 def norms_of_whole(parts: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Euclidean norms, float64 (len(parts),), of tensors laid out over ranks like `like`; `parts` are this rank's
-    parts.
+    """Euclidean norms, float64 (len(parts),), of whole tensors that are laid out over ranks like `like`; `parts` are
+    this rank's parts of them.
 
-    Collective if one of `like` is sharded: one all-reduce for all on the same ranks."""
+    Collective if any of `like` is sharded: one all-reduce for all that are on the same ranks."""
     if not parts:
         return torch.zeros(0, dtype=torch.float64)
     # summed in float32 at least: bf16 would stop counting at a few hundred elements
@@ -192,15 +192,15 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[_Group]:
 
 
 def _laid_out_like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient in its parameter's layout. Collective if it must move: tensor parallelism may leave a sum (Partial)
-    for a replicated parameter."""
+    """Gradient in the layout of its parameter. Collective if it must be moved: tensor parallelism may leave a sum
+    (Partial) for a replicated parameter."""
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         return gradient.redistribute(placements=parameter.placements)
     return gradient
 
 
 def _ratios(numerators: torch.Tensor, denominators: torch.Tensor, *, where: torch.Tensor) -> list[torch.Tensor]:
-    """Quotients where `where` is true, else 1, on the device, so that the host need not wait."""
+    """Quotients where `where` is true, else 1, computed on the device so that the host need not wait."""
     quotients = numerators / torch.where(where, denominators, 1.0)
     return list(torch.where(where, quotients, 1.0).unbind())
 

@@ -1,4 +1,4 @@
-"""Steps that turn a model into a training set-up, in order. The reason for the order is next to each line."""
+"""Steps that turn a model into a training set-up, in order. The reason for the order is stated next to each line."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ from scaleray.workload import built_model
 
 
 class RateScale:
-    """Factor on every rate of an optimizer, in addition to its schedule. The optimizer's groups have it only within
-    steps, so it does not affect the schedule.
+    """Factor on every rate of an optimizer, in addition to its schedule. It is applied to the optimizer's groups only
+    during steps, so it does not affect the schedule.
 
-    factor: of the next step. due: requested factors, with their first step. code: number computed from all requests of
-    this process."""
+    factor: that of the next step. due: requested factors with their first steps. code: number computed from all
+    requests of this process."""
 
     def __init__(self) -> None:
         self.factor = 1.0
@@ -71,7 +71,7 @@ class RateScale:
         self.code = zlib.crc32(repr((self.code, first_step, factor)).encode()) % 2**20 + 1
 
     def signals(self) -> tuple[float, float]:
-        """Numbers whose sums over the workers show whether all made the same requests: zeros if none did."""
+        """Numbers whose sums over the workers show whether all workers made the same requests; zeros if none did."""
         return float(self.code), float(self.code * self.code)
 
     def begin_step(self, number: int) -> None:
@@ -82,7 +82,7 @@ class RateScale:
 
     @contextlib.contextmanager
     def in_use(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Context in which the optimizer's groups have the rates of the step."""
+        """Context in which the rates of the step are set in the optimizer's groups."""
         if self.factor == 1.0:
             yield
             return
@@ -110,8 +110,8 @@ _meshes: dict[tuple[Any, ...], DeviceMesh] | None = None
 
 @contextlib.contextmanager
 def meshes_kept() -> Iterator[Callable[[], None]]:
-    """Context in which trainings of the same degrees share a mesh, with its process groups and DTensor's plans for it.
-    Yields a function that forgets it, after which the next training makes another."""
+    """Context in which trainings with the same degrees share a mesh, including its process groups and DTensor's plans
+    for it. Yields a function that discards the mesh, so that the next training makes a new one."""
     global _meshes
     before, _meshes = _meshes, {}
     try:
@@ -121,7 +121,7 @@ def meshes_kept() -> Iterator[Callable[[], None]]:
 
 
 def _kept(make: Callable[..., DeviceMesh], *args: Any) -> DeviceMesh:
-    """The mesh that `make` makes, or has made for the same arguments if meshes are kept."""
+    """The mesh made by `make`, or the one made earlier for the same arguments if meshes are shared."""
     if _meshes is None:
         return make(*args)
     if (make, args) not in _meshes:
@@ -131,9 +131,9 @@ def _kept(make: Callable[..., DeviceMesh], *args: Any) -> DeviceMesh:
 
 def build_mesh(degrees: Degrees, strategy: str, device_type: str) -> DeviceMesh:
     """The mesh of all workers. Collective. Axes from the outside in: `pp` for pipeline; `dp` for workers with samples
-    or tokens of their own, or `replicate` and `shard` if both are above 1, with `dp` over them; `tp` for tensor. The
-    workers of a context are neighbours along `shard` or `dp`, and the state is sharded over them, too. Replicas that
-    train apart on several workers each: `replicate` and the axes of one."""
+    or tokens of their own, or `replicate` and `shard` if both are above 1, with `dp` spanning the two; `tp` for tensor.
+    The workers of a context are neighbours along `shard` or `dp`, and the state is sharded over them, too. Replicas
+    that train separately on several workers each have `replicate` and the axes of one replica."""
     # DTensor keeps the results of its planning by the layout of a mesh, process groups included: in a process that has
     # left its group and joined another, as between two sizes of `verify`, they would name groups that are gone, and
     # hold their threads, which poll
@@ -159,14 +159,14 @@ def build_mesh(degrees: Degrees, strategy: str, device_type: str) -> DeviceMesh:
 
 
 def _context_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
-    """The mesh whose axis `context` has the workers that share a worker's sequences. Collective."""
+    """Mesh whose axis `context` spans the workers that share their sequences. Collective."""
     sizes = degrees.workers // (degrees.context * degrees.tensor), degrees.context, degrees.tensor
     return init_device_mesh(device_type, sizes, mesh_dim_names=("others", "context", "tensor"))
 
 
 def _with_exchanges(parallel: Parallel, shared: Context, *, sees_all: bool) -> Parallel:
-    """The strategy, whose passes also exchange tokens of sequences and count that traffic. sees_all: the strategy
-    already counts it."""
+    """The strategy, extended by passes that exchange tokens of sequences, with that traffic counted. sees_all: the
+    strategy already counts it."""
     if sees_all:
         return parallel
     sent = Ledger()
@@ -195,8 +195,8 @@ class Setup:
     schedule: torch.optim.lr_scheduler.LRScheduler
     precision: precision.Precision
     parameters: list[nn.Parameter]
-    """Trained parameters of this rank; their gradients lie in them after a backward pass. Listed before the first pass:
-    FSDP hides them while a unit is whole, as the last one is after an evaluation."""
+    """Trained parameters of this rank, which hold the gradients after a backward pass. Listed before the first pass,
+    because FSDP hides the parameters of a unit while it is gathered, as the last unit is after an evaluation."""
     num_parameters: int
     initial_hash: str
     pruning: pruning.Pruning | None = None
@@ -205,12 +205,12 @@ class Setup:
     rate_scale: RateScale = field(default_factory=RateScale)
     """Factor that callbacks apply to the learning rate."""
     in_use: InUse = field(default_factory=InUse)
-    """Values that an optimizer or a schedule of the workload's own has in place of derived ones."""
+    """Values used by the workload's own optimizer or schedule in place of derived ones."""
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    """Callbacks that undo, in reverse order, what was done to the user's model and to torch before the strategy."""
+    """Callbacks that undo, in reverse order, the changes made to the user's model and to torch before the strategy."""
 
     def after_step(self, number: int) -> None:
-        """Prepare the step after `number`: update the learning rate and the average of the weights."""
+        """Prepare the step after `number` by updating the learning rate and the average of the weights."""
         take_step(self.schedule, number)
         self.averaging.after_step(number)
 
@@ -220,8 +220,8 @@ class Setup:
         self.undo.close()
 
     def let_go(self) -> None:
-        """End a set-up whose model is not needed any more: `close` without communication, so that this rank waits for
-        no other. For an unsharded model it equals `close`."""
+        """End a set-up whose model is no longer needed. Like `close` but without communication, so that this rank waits
+        for no other. For an unsharded model the two are the same."""
         (self.parallel.let_go or self.parallel.close)()
         self.undo.close()
 
@@ -237,9 +237,8 @@ def prepare(
 ) -> Setup:
     """Build the model and everything around it. Collective: every worker calls it.
 
-    is_resumed: a checkpoint will be loaded into it, so that `workload.weights` is not needed any more. varied: keys of
-    the config by which this training differs from others of a sweep.
-    """
+    is_resumed: a checkpoint will be loaded into the model, so `workload.weights` is no longer needed. varied: keys of
+    the config in which this training differs from the others of a sweep."""
     config = config_for(losses_of(workload), config, recipe.strategy)
     check_batch_loss(workload, config, recipe.strategy)
     with contextlib.ExitStack() as undo:
@@ -291,20 +290,20 @@ def prepare(
 
 @dataclass(frozen=True)
 class _SpreadModel:
-    """A model that a strategy has spread over the workers, and facts collected before that."""
+    """Model that a strategy has spread over the workers, and facts collected beforehand."""
 
     parallel: Parallel
     precision: precision.Precision
     compilation: Compilation | None
     num_parameters: int
     digests: Digests | None
-    """Digests of what all ranks have drawn alike; None where each of them still has the whole."""
+    """Digests of the values that all ranks have drawn alike; None if each rank still has the whole model."""
 
 
 def _spread_model(
     workload: Any, config: RunConfig, recipe: Recipe, place: RankContext, undo: contextlib.ExitStack
 ) -> _SpreadModel:
-    """Build the model, make the changes that need the whole model, and spread it over the workers. Collective."""
+    """Build the model, make the changes that require the whole model, and spread it over the workers. Collective."""
     with _building(config, recipe, place) as pages:
         model = _built(workload, place.device)
         check_model(model)
@@ -345,29 +344,29 @@ def _spread_model(
         raise ConfigError(
             "memory.on_out_of_memory",
             "halve",
-            f"under {recipe.strategy} ranks communicate within a pass, which none can give up alone",
+            f"under {recipe.strategy} ranks communicate within a pass, so no rank can abandon it alone",
             "use --memory.find-micro-size, or a smaller batch.micro_size",
         )
     return _SpreadModel(parallel, arithmetic, compilation, num_parameters, digests)
 
 
 def _refuse_renormalised(model: nn.Module) -> None:
-    """Raise WorkloadError for an embedding that its forward pass changes: each worker would change different rows."""
+    """Raise WorkloadError for an embedding that is changed by its own forward pass, since each worker would change
+    other rows."""
     for name, part in model.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
             raise WorkloadError(
                 f"{name or 'the model'}.max_norm",
                 part.max_norm,
-                "its forward pass changes the rows that a worker looks up, on that worker alone",
-                "bound the norm of what is looked up, in forward(); or train on one worker",
+                "its forward pass changes the rows that it looks up, on one worker only",
+                "limit the norm of the looked-up rows in forward(), or train on one worker",
             )
 
 
 def _built(workload: Any, device: torch.device) -> Any:
-    """Build the user's model on its device if possible, without a copy of a large model on the CPU.
+    """Build the user's model directly on its device if possible, without a copy of a large model on the CPU.
 
-    Code that draws from a CPU generator, or loads weights to the CPU, fails there and is run again on the CPU.
-    """
+    Code that draws from a CPU generator or loads weights to the CPU fails this way and is run again on the CPU."""
     build = partial(built_model, workload)
     if device.type == "cpu":
         return build()
@@ -395,7 +394,7 @@ def _building(
 def _check_equal_before_sharding(
     model: nn.Module, pages: PagedBuild | None, config: RunConfig, recipe: Recipe, place: RankContext
 ) -> Digests | None:
-    """Check that all ranks drew the same parameters before each retains only its part. Collective."""
+    """Check that all ranks drew the same parameters, before each keeps only its own part. Collective."""
     is_sharded = recipe.strategy != "tensor" and recipe.degrees.shard > 1
     if not is_sharded or place.group is None:
         return None
@@ -417,20 +416,21 @@ def _with_fixed_buckets(config: RunConfig) -> RunConfig:
 
 
 def _differs_between_ranks(parallel: Parallel) -> bool:
-    """Whether a rank can have an overflow that others lack, in a synchronised step."""
+    """Whether one rank can have an overflow that the others do not have, in a synchronised step."""
     is_sharded = any(isinstance(p, DTensor) for p in parallel.module.parameters())
     return not parallel.replicas_differ and (is_sharded or parallel.is_partitioned)
 
 
 def check_model(model: Any) -> None:
-    """Raise WorkloadError for a model that is not a module, has lazy parameters, or has none that needs a gradient."""
+    """Raise WorkloadError if a model is not a module, has lazy parameters, or has no parameter that needs a
+    gradient."""
     if not isinstance(model, nn.Module):
         raise WorkloadError("build_model()", type(model).__name__, "it must return a torch.nn.Module")
     lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
     if lazy:
         raise WorkloadError.problem(
             "the model",
-            f"has lazy parameters ({lazy[0]}): their shapes are needed before the first batch",
+            f"has lazy parameters ({lazy[0]}): their shapes must be known before the first batch",
             "run one dummy batch through it in build_model()",
         )
     if not any(p.requires_grad for p in model.parameters()):

@@ -33,8 +33,9 @@ def build(
     owns: Callable[[nn.Parameter], bool] = lambda p: True,
     varied: Collection[str] = (),
 ) -> tuple[torch.optim.Optimizer, InUse]:
-    """The workload's own optimizer and the config's settings that it uses, or the configured one over all parameters
-    that need a gradient; it keeps only those that this rank owns. varied: keys by which a sweep's trials differ."""
+    """Build the workload's own optimizer, or the configured one over all parameters that need a gradient, and return it
+    with the config's settings in use. It retains only the parameters that this rank owns. varied: keys in which the
+    trials of a sweep differ."""
     optimizer, in_use = _build(workload, model, config, recipe, varied)
     check_losses(workload, optimizer)
     for group in optimizer.param_groups:
@@ -78,8 +79,8 @@ def _build(
 
 
 def _keep_dense(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-    """Make state dense that torch took from a sparse gradient, such as momentum: checkpoints and averaging need dense
-    tensors, and the sparse one grows with every step."""
+    """Convert to dense tensors any state that torch took from a sparse gradient, such as momentum: checkpoints and
+    averaging need dense tensors, and a sparse one grows with every step."""
     for state in optimizer.state.values():
         state.update({n: v.to_dense() for n, v in state.items() if isinstance(v, torch.Tensor) and v.is_sparse})
 
@@ -110,13 +111,13 @@ def _configured(model: nn.Module, values: OptimizerValues, config: RunConfig) ->
 
 
 def has_sparse_gradients(model: nn.Module) -> bool:
-    """Whether a layer, such as nn.Embedding(sparse=True), gives its weights sparse gradients."""
+    """Whether a layer gives its weights sparse gradients, as nn.Embedding(sparse=True) does."""
     return any(getattr(module, "sparse", False) is True for module in model.modules())
 
 
 def _refuse_sparse_gradients(model: nn.Module, config: RunConfig) -> None:
-    """Raise ConfigError for a layer whose sparse gradients the configured optimizer cannot use: SGD can, without
-    decay."""
+    """Raise ConfigError for a layer whose sparse gradients the configured optimizer cannot use; only SGD without decay
+    can."""
     settings = config.optimizer
     if settings.name == "sgd" and not settings.weight_decay:
         return
@@ -126,15 +127,15 @@ def _refuse_sparse_gradients(model: nn.Module, config: RunConfig) -> None:
             raise ConfigError(
                 "optimizer.name",
                 f"{settings.name}{decay}",
-                f"{name or 'the model'} (sparse=True) has sparse gradients, but it needs dense ones",
+                f"{name or 'the model'} (sparse=True) has sparse gradients, and this optimizer needs dense ones",
                 "build the layer with sparse=False, use --optimizer.name sgd --optimizer.weight-decay 0, or give the "
                 "workload an optimizer() that returns torch.optim.SparseAdam",
             )
 
 
 def _kernels(trained: list[nn.Parameter], config: RunConfig, *, is_sparse: bool = False) -> dict[str, bool]:
-    """Switches for torch's optimizer implementation: fused (one kernel for all parameters, on the CPU too) if it is
-    supported."""
+    """Arguments that select torch's implementation of an optimizer: fused (one kernel for all parameters, also on the
+    CPU) if supported."""
     if is_sparse or not all(p.is_floating_point() for p in trained):
         return {}
     layouts = {p.device_mesh if isinstance(p, DTensor) else None for p in trained}
@@ -150,8 +151,8 @@ def _kernels(trained: list[nn.Parameter], config: RunConfig, *, is_sparse: bool 
 
 
 def _layer_wise(trained: list[nn.Parameter], values: OptimizerValues, config: RunConfig) -> torch.optim.Optimizer:
-    """LARS or LAMB. Biases and norms are left out of adaptation and decay, as in both papers' experiments: their norms
-    carry little information about a good step, and decay would not help them."""
+    """LARS or LAMB. Biases and norms are excluded from adaptation and decay, as in both papers' experiments: their
+    norms say little about a good step size, and decay would not help them."""
     settings = config.optimizer
     is_matrix = [settings.adapt_vectors or p.ndim > 1 for p in trained]
     groups = [
@@ -171,7 +172,7 @@ def _layer_wise(trained: list[nn.Parameter], values: OptimizerValues, config: Ru
 
 
 class Schedule(torch.optim.lr_scheduler.LambdaLR):
-    """torch's schedule, without its warning about a skipped first step, which is no mistake here. plateau: follows
+    """torch's schedule without its warning about a skipped first step, which is not a mistake here. plateau: follows
     evaluations."""
 
     def __init__(
@@ -186,13 +187,13 @@ class Schedule(torch.optim.lr_scheduler.LambdaLR):
         return [self.plateau.scheduler] if self.plateau is not None else []
 
     def follow_evaluation(self, value: float) -> None:
-        """Step the plateau scheduler with the value of an evaluation."""
+        """Advance the plateau scheduler with the value of an evaluation."""
         if self.plateau is not None:
             self.plateau.scheduler.step(value)
             self.use_rates()
 
     def use_rates(self) -> None:
-        """Set the rates of the next step in the optimizer."""
+        """Set the rates for the next step in the optimizer."""
         rates: list[Any] = [
             base * factor(self.last_epoch) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
         ]
@@ -201,7 +202,7 @@ class Schedule(torch.optim.lr_scheduler.LambdaLR):
         self._last_lr: list[Any] = [group["lr"] for group in self.optimizer.param_groups]
 
     def restart(self, first: dict[str, Any], position: int) -> None:
-        """Continue `position` steps after the start, at which the state was `first`, with the reductions so far."""
+        """Continue `position` steps after the start, where the state was `first`, with all reductions made so far."""
         super().load_state_dict({key: value for key, value in first.items() if key != "plateau"})
         self.last_epoch, self._step_count = position, position + 1
         self.use_rates()
@@ -233,8 +234,8 @@ def build_schedule(
     *,
     varied: Collection[str] = (),
 ) -> tuple[torch.optim.lr_scheduler.LRScheduler, InUse]:
-    """The workload's own schedule, or the configured one, and the config's settings in use with it: `in_use` are those
-    that the optimizer uses."""
+    """Build the workload's own schedule, or the configured one, and return it with the config's settings in use.
+    in_use: settings that the optimizer uses."""
     if brings_schedule(workload):
         configured = lambda optimizer: configured_schedule(optimizer, config, recipe)
         own, in_use = own_schedule.build_own(
@@ -246,7 +247,7 @@ def build_schedule(
 
 
 def configured_schedule(optimizer: torch.optim.Optimizer, config: RunConfig, recipe: Recipe) -> Schedule:
-    """The schedule that the config describes, relative to each parameter group's own learning rate."""
+    """The schedule described by the config, relative to each parameter group's own learning rate."""
     settings = config.schedule
     direction: Any = (config.followed or "min").rpartition(" ")[2]
     return Schedule(

@@ -1,8 +1,8 @@
 """Settings that a workload's own optimizer uses, and those that it ignores.
 
-An optimizer may have other values than the derived ones, such as rates that fall with the depth of a layer, as shares
-of the derived rate. So if values differ, the optimizer is built again with other settings: a value that then changes
-follows the config in some way; one that stays does not."""
+An optimizer may use values that differ from the derived ones but follow from them, such as rates that fall with a
+layer's depth. So if values differ, the optimizer is built again with other settings. A value that changes with them
+follows the config in some way; one that does not change ignores it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from scaleray.training.setup.several_optimizers import SeveralOptimizers, member
 
 @dataclass(frozen=True)
 class OptimizerValues:
-    """Values that a workload's own `optimizer` receives: the configured ones with the batch-size rule applied."""
+    """Values passed to a workload's own `optimizer`: the configured ones, with the batch-size rule applied."""
 
     name: str
     learning_rate: float
@@ -36,17 +36,17 @@ class OptimizerValues:
     momentum: float
     nesterov: bool
     total_steps: int
-    """Optimizer steps of the whole training."""
+    """Number of optimizer steps of the whole training."""
     steps_per_epoch: int
     clip_norm: float | None = None
 
     def changed(self, **values: Any) -> OptimizerValues:
-        """The same values except for these."""
+        """A copy with some values replaced."""
         return dataclasses.replace(self, **values)
 
 
 class WithoutRate(OptimizerValues):
-    """Values of a config without a learning rate, which raise an error if an optimizer reads it."""
+    """Values of a config without a learning rate; they raise an error if an optimizer reads it."""
 
     def __getattribute__(self, name: str) -> Any:
         if name == "learning_rate":
@@ -59,7 +59,7 @@ class WithoutRate(OptimizerValues):
 
 @dataclass(frozen=True)
 class InUse:
-    """Values that a workload's own optimizer uses instead of derived ones, by name, and warnings about them."""
+    """Values that a workload's own optimizer uses in place of derived ones, by name, and warnings about them."""
 
     values: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -74,17 +74,17 @@ GROUP_KEYS = {
 PARTS = (slice(0, 8), slice(0, 4), slice(4, 8))
 """The rows of a matrix, and of its halves."""
 NOT_GIVEN = ("trust_coefficient", "adapt_vectors")
-"""Settings of the optimizers that scaleray brings; `optimizer()` does not receive them."""
+"""Settings of the optimizers that come with scaleray; `optimizer()` does not receive them."""
 
 
 def build_own(
     build: Build, values: OptimizerValues, config: RunConfig, varied: Collection[str] = ()
 ) -> tuple[torch.optim.Optimizer | None, InUse]:
-    """The workload's own optimizer, if it brings one, and which of the config's settings it uses.
+    """Build the workload's own optimizer, if it has one, and find which of the config's settings it uses.
 
     build: calls `optimizer()`; it is called again with other values if the optimizer lacks values that matter. varied:
-    keys of the config by which this training differs from others of a sweep. Raises ConfigError if they, or a rule,
-    would change nothing."""
+    keys of the config in which this training differs from the others of a sweep. Raises ConfigError if one of these
+    keys, or a rule, would have no effect."""
     own = _checked(build(values))
     if own is None:
         return None, InUse()
@@ -115,8 +115,8 @@ def build_own(
 
 
 def acts_on_elements(own: torch.optim.Optimizer) -> bool:
-    """Whether halves of a matrix are updated like the whole: false for optimizers that need whole matrices, such as
-    Muon, Shampoo and Adafactor. True for one that cannot take a step of a rehearsal."""
+    """Whether halves of a matrix are updated like the whole matrix. False for optimizers that need whole matrices, such
+    as Muon, Shampoo and Adafactor. True for one that fails in a trial step."""
     draw = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(3, 8, 6, generator=draw).unbind()
     for each in members(own).values():
@@ -134,7 +134,8 @@ def acts_on_elements(own: torch.optim.Optimizer) -> bool:
 def _rehearsed(
     own: torch.optim.Optimizer, number: int, start: torch.Tensor, gradients: list[torch.Tensor]
 ) -> torch.Tensor:
-    """A parameter after steps of a copy of an optimizer, as a member of the group with this number."""
+    """Parameter after some trial steps of a copy of an optimizer, as a member of the parameter group with this
+    number."""
     rehearsal = copy.copy(own)
     parameter = torch.nn.Parameter(start.clone())
     rehearsal.param_groups = [{**own.param_groups[number], "params": [parameter]}]
@@ -161,7 +162,7 @@ def _kinds(own: torch.optim.Optimizer) -> list[str]:
 
 
 def _matters(name: str, values: OptimizerValues, config: RunConfig, varied: Collection[str]) -> bool:
-    """Whether the value was requested: by the user, other than the default, or by a rule."""
+    """Whether the value was requested: by the user, with a value other than the default, or by a rule."""
     if getattr(config.optimizer, name) is None:
         return False
     is_moved = name in MOVED_BY_RULES and getattr(values, name) != getattr(config.optimizer, name)
@@ -174,7 +175,7 @@ def _is_set(name: str, config: RunConfig, varied: Collection[str]) -> bool:
 
 
 def _of_groups(own: torch.optim.Optimizer, name: str) -> list[Any]:
-    """Values of the setting in the parameter groups that have it, as plain numbers."""
+    """Plain numeric values of the setting in the parameter groups that have it."""
     found = [group[GROUP_KEYS[name]] for group in own.param_groups if group.get(GROUP_KEYS[name]) is not None]
     return [tuple(float(v) for v in value) if isinstance(value, (tuple, list)) else _plain(value) for value in found]
 
@@ -195,13 +196,13 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def _has(own: torch.optim.Optimizer, name: str, values: OptimizerValues) -> bool:
-    """Whether any group has the value: the others may have shares of it, or none (no decay of biases)."""
+    """Whether any group has the value; the others may have shares of it, or none (such as no decay for biases)."""
     return any(_same(value, getattr(values, name)) for value in _of_groups(own, name))
 
 
 def _unmoved(build: Build, own: torch.optim.Optimizer, values: OptimizerValues, names: list[str]) -> dict[str, bool]:
-    """Settings that stay the same with other values, and whether that is certain: it is not if the optimizer cannot be
-    built with them."""
+    """Settings that stay the same when other values are passed, and whether this is certain; it is not if the optimizer
+    cannot be built with those values."""
     changed = _try(build, _other(values))
     if changed is None or len(changed.param_groups) != len(own.param_groups):
         return dict.fromkeys(names, False)
@@ -214,7 +215,7 @@ def _unmoved(build: Build, own: torch.optim.Optimizer, values: OptimizerValues, 
 
 
 def _other(values: OptimizerValues) -> OptimizerValues:
-    """Other values that are equally possible."""
+    """Other values, all of which are possible as well."""
     part = lambda value: 0.25 if value == 0.5 else 0.5
     rate = {} if isinstance(values, WithoutRate) else {"learning_rate": values.learning_rate / 2}
     return values.changed(

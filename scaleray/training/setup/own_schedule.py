@@ -1,7 +1,7 @@
 """Settings that a workload's own learning-rate schedule uses, and those that it ignores.
 
-They are found by rehearsing the schedule on a copy of the optimizer that trains nothing, and again with other values. A
-rate that then changes follows the value in some way."""
+To find them, the schedule is rehearsed on a copy of the optimizer that trains nothing, and again with other values. A
+rate that changes with a value follows it in some way."""
 
 import copy
 import dataclasses
@@ -25,11 +25,11 @@ Build = Callable[[Any, Recipe], Any]
 Rates = list[tuple[float, ...]]
 """Learning rate of every parameter group, step by step."""
 MOST_REHEARSED = 10_000
-"""Most steps that are rehearsed, which takes about 0.2 s."""
+"""Maximum number of steps that are rehearsed, which takes about 0.2 s."""
 NEVER_USED = ("name", "final_ratio", "factor", "patience", "threshold", "cooldown")
 """Settings of the section `schedule` that `schedule()` does not receive."""
 LENGTHS = {"warmup": "warmup_steps", "length": "schedule_steps"}
-"""Settings that it receives as numbers of steps, by their names in the recipe."""
+"""Settings that it receives as numbers of steps, under their names in the recipe."""
 
 
 def build_own(
@@ -42,11 +42,12 @@ def build_own(
     *,
     configured: Callable[[torch.optim.Optimizer], LRScheduler],
 ) -> tuple[LRScheduler | None, InUse]:
-    """The workload's own schedule, if it has one, and the settings in use with it: `in_use` are those without it.
+    """Build the workload's own schedule, if it has one, and return it with the settings in use. in_use: settings in use
+    without the schedule.
 
     build: calls `schedule()`, with the optimizers by name if there are several; it is called again on copies of them.
-    varied: keys of the config by which this training differs from others of a sweep. configured: makes the schedule of
-    optimizers for which it returns none. Raises ConfigError if a swept value, or a rule, would change nothing."""
+    varied: keys of the config in which this training differs from the others of a sweep. configured: makes the schedule
+    of optimizers for which it returns none. Raises ConfigError if a swept value, or a rule, would have no effect."""
     make = partial(_made, build, configured)
     recipe = dataclasses.replace(recipe, total_steps=whole_steps(config, recipe))
     rehearsal = _stand_in(optimizer)
@@ -90,7 +91,7 @@ def build_own(
 
 
 def whole_steps(config: RunConfig, recipe: Recipe) -> int:
-    """Optimizer steps of the whole training, even if only its first part runs, or more than the whole."""
+    """Number of optimizer steps of the whole training, even if only its first part runs, or more than the whole."""
     return recipe.total_steps if config.schedule.length else max(recipe.total_steps, recipe.schedule_steps)
 
 
@@ -130,8 +131,8 @@ def _checked(own: Any) -> LRScheduler | None:
 
 
 def _stand_in(optimizer: torch.optim.Optimizer, *, factor: float = 1.0) -> torch.optim.Optimizer:
-    """A copy of an optimizer with `factor` times its rates, which does not share the training's parameters and
-    state."""
+    """Copy of an optimizer with `factor` times its rates, which shares neither parameters nor state with the
+    training."""
     if isinstance(optimizer, SeveralOptimizers):
         return SeveralOptimizers({name: _stand_in(own, factor=factor) for name, own in members(optimizer).items()})
     found = copy.copy(optimizer)
@@ -154,13 +155,13 @@ def _rates(schedule: LRScheduler, optimizer: torch.optim.Optimizer, num_steps: i
 
 
 def take_step(schedule: LRScheduler, number: int) -> None:
-    """Advance a schedule after step `number`. Raises WorkloadError for one that is exhausted, as OneCycleLR can be."""
+    """Advance a schedule after step `number`. Raises WorkloadError if it is exhausted, as OneCycleLR can be."""
     try:
         schedule.step()
     except (ValueError, IndexError) as exc:
         raise WorkloadError.problem(
             "schedule()",
-            f"must give a learning rate for every step of the training, and fails after step {number}: {text_of(exc)}",
+            f"must give a learning rate for every step of the training, but fails after step {number}: {text_of(exc)}",
             "use recipe.total_steps as its length",
         ) from exc
 
@@ -189,7 +190,7 @@ def _refuse_varied(key: str, value: Any, varied: Collection[str]) -> None:
 
 
 def _refuse_rate(peak: float, config: RunConfig, recipe: Recipe, varied: Collection[str]) -> None:
-    """Refuse a rule, or a sweep over rates, if the schedule has its own rates."""
+    """Raise ConfigError for a rule, or for a sweep over rates, if the schedule sets its own rates."""
     advice = "start from the optimizer's rate, or from recipe.learning_rate, in schedule()"
     if "optimizer.learning_rate" in varied:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Learning rates that follow an evaluation: torch's ReduceLROnPlateau, of the config or of the workload."""
+"""Learning rates that follow an evaluation: torch's ReduceLROnPlateau, from the config or the workload."""
 
 from typing import Any, Literal
 
@@ -12,8 +12,8 @@ MOVES = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 
 
 class ConfiguredPlateau:
-    """The factor of `schedule.name: plateau` on the warm-up's rate: the rate, starting from 1, of an optimizer that
-    trains nothing. mode: the better direction of the metric."""
+    """Factor that `schedule.name: plateau` applies to the rate after the warm-up. It is the rate, starting from 1, of
+    an optimizer that trains nothing. mode: direction in which the metric improves."""
 
     def __init__(self, settings: ScheduleSettings, mode: Literal["min", "max"]) -> None:
         stand_in = torch.optim.SGD([torch.zeros(1)], lr=1.0)
@@ -30,11 +30,11 @@ class ConfiguredPlateau:
 
     @property
     def factor(self) -> float:
-        """Factor on the rate of every parameter group."""
+        """Factor by which the rate of every parameter group is multiplied."""
         return float(self.scheduler.optimizer.param_groups[0]["lr"])
 
     def state_dict(self) -> dict[str, Any]:
-        """State changed by evaluations; the settings are those of the config."""
+        """State that evaluations change; the settings are those of the config."""
         return {"factor": self.factor, **{name: getattr(self.scheduler, name) for name in MOVES}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -44,7 +44,7 @@ class ConfiguredPlateau:
 
 
 class OwnPlateau(LRScheduler):
-    """A workload's own ReduceLROnPlateau as a schedule, which optimizer steps do not change.
+    """A workload's own ReduceLROnPlateau as a schedule that optimizer steps do not change.
 
     first_rates: rate of each parameter group before any evaluation."""
 
@@ -62,14 +62,15 @@ class OwnPlateau(LRScheduler):
         self.last_epoch += 1
 
     def follow_evaluation(self, value: float) -> None:
-        """Step the scheduler with the value of an evaluation."""
+        """Advance the scheduler with the value of an evaluation."""
         self.scheduler.step(value)
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def restart(self, first: dict[str, Any], position: int) -> None:
-        """Reduce the groups' current rates, the first ones of another training, as those of this one were reduced."""
+        """Reduce the current rates of the groups, which are the first ones of another training, as this training's were
+        reduced."""
         now, before = [float(rate) for rate in self.get_last_lr()], self.scheduler._last_lr
         for group, rate, was, start in zip(self.optimizer.param_groups, now, before, self.first_rates, strict=True):
             set_rate(group, float(was) if rate == start else rate * float(was) / start)

@@ -1,4 +1,4 @@
-"""Arithmetic of a step: autocast for bf16 and fp16, dynamic loss scaling for fp16, TF32, float64 for checks."""
+"""Arithmetic of a step: autocast for bf16 and fp16, dynamic loss scaling for fp16, TF32, and float64 for checks."""
 
 import contextlib
 import dataclasses
@@ -19,15 +19,16 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Precision:
-    """Arithmetic of a run. `autocast()` gives the context of a forward pass; `scaler` is enabled for fp16 only."""
+    """Arithmetic of a run. `autocast()` returns the context for a forward pass; `scaler` is enabled for fp16 only."""
 
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
     scaler: torch.amp.GradScaler
     input_dtype: torch.dtype | None = None
-    """dtype to which floating-point inputs are converted; None leaves them."""
+    """dtype to which floating-point inputs are converted; None leaves them unchanged."""
 
     def loss_scale(self) -> torch.Tensor | None:
-        """Copy of the loss's factor, float64 () on the device, without waiting for it; None without scaling."""
+        """Copy of the factor on the loss, float64 () on the device, made without waiting for it; None without
+        scaling."""
         if not self.scaler.is_enabled():
             return None
         scale = self.scaler._get_scale_async()  # get_scale() reads it, which waits for the device
@@ -37,11 +38,12 @@ class Precision:
 def prepare(
     model: nn.Module, device: torch.device, settings: PrecisionSettings, *, keeps_casts: bool = True
 ) -> Precision:
-    """The precision of a run. fp64 converts `model` in place. Raises ConfigError if the device does not support it.
+    """Set up the precision of a run. fp64 converts `model` in place. Raises ConfigError if the device does not support
+    it.
 
-    keeps_casts: autocast keeps each 16-bit copy of a parameter until its context ends, for a second use. The backward
-    pass needs those copies anyway; but if it recomputes activations, it makes new ones, and the old ones would only
-    fill the memory."""
+    keeps_casts: let autocast keep each 16-bit copy of a parameter until its context ends, for reuse. The backward pass
+    needs those copies anyway, unless it recomputes activations: it then makes new ones, and the old ones would only
+    take up memory."""
     dtype = settings.dtype
     if dtype == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
         name = torch.cuda.get_device_name(device)
@@ -68,25 +70,26 @@ def in_float64(model: nn.Module) -> None:
 
 
 def as_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A floating-point tensor as `dtype`, a complex one as the complex type of that width; any other unchanged."""
+    """Convert a floating-point tensor to `dtype`, and a complex one to the complex type of that width; leave others
+    unchanged."""
     if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     return tensor.to(dtype if tensor.is_floating_point() else dtype.to_complex())
 
 
 def share_loss_scale(precision: Precision, module: nn.Module, group: dist.ProcessGroup) -> Precision:
-    """The precision with a scaler that skips a step on every rank if one finds an overflow. It is for strategies whose
-    ranks hold different gradients or update different parameters; otherwise ranks agree without communication.
-    Collective in use."""
+    """The precision with a scaler that skips a step on every rank if any rank finds an overflow. Needed by strategies
+    whose ranks have different gradients or update different parameters; otherwise ranks agree without communication.
+    Using it is collective."""
     if not precision.scaler.is_enabled():
         return precision
     return dataclasses.replace(precision, scaler=SharedScaler(precision.scaler, module.parameters(), group))
 
 
 class SharedScaler(torch.amp.GradScaler):
-    """A GradScaler whose ranks in `group` agree: `unscale_` is collective. It scales the gradients of all `parameters`,
-    even those that the optimizer does not have. For one optimizer. Source of the method: Micikevicius et al. 2018,
-    arXiv:1710.03740."""
+    """GradScaler on whose decisions the ranks in `group` agree; `unscale_` is therefore collective. It scales the
+    gradients of all `parameters`, even those that the optimizer does not have. For a single optimizer. Source of the
+    method: Micikevicius et al. 2018, arXiv:1710.03740."""
 
     def __init__(
         self, like: torch.amp.GradScaler, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup

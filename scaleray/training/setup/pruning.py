@@ -1,8 +1,8 @@
 """Pruning during training: weights that become zero and stay zero, chosen once for all ranks.
 
-A mask is a bool tensor laid out over ranks like its parameter: true for removed weights. Removal is permanent: the
-weight, its gradient and the optimizer's state are zero from then on. Built by model_setup, called by the step; masks
-are an item of the training's state, so checkpoints have them, for any number of workers. Sources: Zhu
+A mask is a bool tensor laid out over ranks like its parameter, and true for removed weights. Removal is permanent: the
+weight, its gradient and its optimizer state are zero from then on. Built by model_setup and called by the step. Masks
+are part of the training's state, so checkpoints contain them, for any number of workers. Sources: Zhu
 & Gupta 2017, arXiv:1710.01878 (magnitude, schedule); Li et al. 2017, arXiv:1608.08710 (rows by norm); Mishra et al.
 2021, arXiv:2104.08378 (2:4)."""
 
@@ -23,10 +23,10 @@ from scaleray.strategies.sharding.shards import local
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 LAYERS_WITH_ROWS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Layers whose weight has one row (of dim 0) for each output."""
+"""Types of layers whose weight has one row (along dim 0) for each output."""
 DIGIT_BITS = 16
 POSITION_BITS = 48
-"""Bits of a position: enough to number the elements of a model."""
+"""Number of bits of a position: enough to number the elements of a model."""
 
 
 @dataclass
@@ -47,9 +47,8 @@ class Pruning:
         return is_due(self.settings, step)
 
     def prune(self, step: int) -> None:
-        """Choose the masks for `step` steps again and apply them. Collective. Changes parameters and the optimizer's
-        state.
-        """
+        """Choose new masks after `step` steps, and apply them. Collective. Changes parameters and the optimizer's
+        state."""
         parameters, masks = list(self.parameters.values()), list(self.masks.values())
         with torch.no_grad():
             share = sparsity_at(self.settings, step)
@@ -83,7 +82,7 @@ class Pruning:
                 local(parameter.grad).masked_fill_(local(self.masks[name]), 0)
 
     def count(self) -> None:
-        """Compute the sparsity from the masks, as after loading them. Collective."""
+        """Compute the sparsity from the masks, as needed after loading them. Collective."""
         masks = list(self.masks.values())
         self.sparsity = sum(_whole_counts(masks)) / sum(mask.numel() for mask in masks)
 
@@ -92,7 +91,7 @@ class Pruning:
         return {SPARSITY.name: self.sparsity}
 
     def _agree(self) -> None:
-        """Make copies of a mask equal. They already are if the copies of the weights are equal; this makes it
+        """Make all copies of a mask equal. They are equal already if the copies of the weights are; this makes
         certain."""
         for mask in self.masks.values():
             bits = local(mask).view(torch.uint8)
@@ -108,9 +107,10 @@ class Pruning:
 def build(
     module: nn.Module, optimizer: torch.optim.Optimizer, settings: PruningSettings, group: dist.ProcessGroup | None
 ) -> Pruning | None:
-    """The pruning of a model laid out by its strategy, or None. Nothing is removed yet.
+    """Set up pruning of a model that its strategy has laid out; None if the config requests none. Nothing is removed
+    yet.
 
-    Raises WorkloadError if nothing can be pruned, or a layer cannot be divided into groups of four."""
+    Raises WorkloadError if nothing can be pruned, or if a layer cannot be divided into groups of four."""
     if settings.method == "none":
         return None
     found = dict(_prunable(module, settings))
@@ -119,7 +119,7 @@ def build(
             "pruning.method",
             settings.method,
             "no trained parameter of the model can be pruned this way",
-            "check pruning.exclude and frozen parts",
+            "check pruning.exclude and the frozen parts",
         )
     if settings.method == "2:4":
         for name, parameter in found.items():
@@ -157,7 +157,8 @@ def _prunable(module: nn.Module, settings: PruningSettings) -> Iterator[tuple[st
 
 
 def is_due(settings: PruningSettings, step: int) -> bool:
-    """Whether weights are removed after `step` steps: at the start, every `every_steps` after it, and at the end."""
+    """Whether weights are removed after `step` steps: at the start, every `every_steps` steps from then on, and at the
+    end."""
     start, end = settings.start_step, settings.end_step
     if end is None:
         return step == start
@@ -165,9 +166,9 @@ def is_due(settings: PruningSettings, step: int) -> bool:
 
 
 def sparsity_at(settings: PruningSettings, step: int) -> float:
-    """The share of weights that is removed after `step` steps: final * (1 - (1 - progress)^3).
+    """Share of weights that is removed after `step` steps: final * (1 - (1 - progress)^3).
 
-    Source: Zhu & Gupta 2017, arXiv:1710.01878, equation 1, from 0."""
+    Source: Zhu & Gupta 2017, arXiv:1710.01878, equation 1, starting from 0."""
     start, end, final = settings.start_step, settings.end_step, settings.sparsity
     if step < start:
         return 0.0
@@ -180,11 +181,11 @@ def sparsity_at(settings: PruningSettings, step: int) -> float:
 
 
 def take_out_smallest(parameters: Sequence[torch.Tensor], masks: Sequence[torch.Tensor], num: int) -> None:
-    """Add to the masks until `num` weights of all parameters together are removed, the smallest first.
+    """Add the smallest weights to the masks until `num` weights of all parameters together are removed.
 
-    The result is exact in any layout: of equal weights the earlier is removed, in the order of parameters and then of
-    their elements. No weight returns. Collective: one all-reduce of 512 KiB for each 16 bits of a weight, and three
-    more if weights are equal."""
+    The result is exact in any layout: of equal weights the first is removed, in the order of parameters and then of
+    their elements. Removed weights never return. Collective: one all-reduce of 512 KiB for each 16 bits of a weight,
+    and three more if weights are equal."""
     num -= sum(_whole_counts(masks))
     if num <= 0:
         return
@@ -212,9 +213,9 @@ def take_out_smallest(parameters: Sequence[torch.Tensor], masks: Sequence[torch.
 
 
 def take_out_rows(parameters: Sequence[torch.Tensor], masks: Sequence[torch.Tensor], share: float) -> None:
-    """Remove whole rows of each layer, those of smallest norm first: `share` of its rows, rounded down.
+    """Remove `share` of the rows of each layer, rounded down, beginning with the rows of smallest norm.
 
-    Of equal rows the earlier is removed. No row returns. Collective: one all-reduce for all layers."""
+    Of equal rows the first is removed. Removed rows never return. Collective: one all-reduce for all layers."""
     lengths = [p.shape[0] for p in parameters]
     squares = torch.zeros(sum(lengths), dtype=torch.float64, device=local(parameters[0]).device)
     layouts = shards.by_layout(parameters)
@@ -241,8 +242,8 @@ def take_out_rows(parameters: Sequence[torch.Tensor], masks: Sequence[torch.Tens
 
 
 def take_out_two_of_four(parameter: torch.Tensor, mask: torch.Tensor) -> None:
-    """Remove the two smallest of each four neighbours along the last dim, which are a layer's inputs; of equal weights
-    the earlier. A mask that already has two of each four stays unchanged."""
+    """Of every four neighbouring weights along the last dim, which are a layer's inputs, remove the two smallest; of
+    equal weights, the earlier ones. A mask that already removes two of every four stays unchanged."""
     own = local(mask)
     sizes = local(parameter).abs().masked_fill(own, -1.0).unflatten(-1, (-1, 4))
     smallest = torch.sort(sizes, dim=-1, stable=True).indices[..., :2]
@@ -253,7 +254,7 @@ def take_out_two_of_four(parameter: torch.Tensor, mask: torch.Tensor) -> None:
 
 
 def _sizes(parameter: torch.Tensor, *, bits: int) -> torch.Tensor:
-    """int64 numbers that sort like the magnitudes of this rank's part: a non-negative float's bits do."""
+    """int64 numbers that sort like the magnitudes of this rank's part, as the bits of a non-negative float do."""
     magnitude = local(parameter).abs()
     return magnitude.double().view(torch.int64) if bits == 64 else magnitude.float().view(torch.int32).long()
 
@@ -261,11 +262,10 @@ def _sizes(parameter: torch.Tensor, *, bits: int) -> torch.Tensor:
 def _select(
     keys: Callable[[int], torch.Tensor], like: Sequence[torch.Tensor], num: int, *, bits: int
 ) -> tuple[int, int, int]:
-    """(the `num`-th smallest of all ranks' keys, how many of those equal to it are among the smallest `num`, how many
-    of those there are). keys: this rank's int64 keys (n,) that belong to like[i], none negative. Collective.
+    """(the `num`-th smallest key over all ranks, how many keys equal to it are among the smallest `num`, how many keys
+    equal to it there are). keys: this rank's int64 keys (n,) for like[i], none of them negative. Collective.
 
-    The method is a radix selection: each pass counts the keys by their next digit.
-    """
+    The method is a radix selection: each pass counts the keys by their next digit."""
     prefix, left, count = 0, num, 0
     layouts = shards.by_layout(like)
     for shift in range(bits - DIGIT_BITS, -1, -DIGIT_BITS):
@@ -286,8 +286,8 @@ def _select(
 
 
 def _positions(chosen: torch.Tensor, parameter: torch.Tensor, before: int) -> torch.Tensor:
-    """Positions of the chosen elements of this rank's part among all elements of the model: int64 (n,), ascending per
-    part.
+    """Positions, among all elements of the model, of the chosen elements of this rank's part: int64 (n,), ascending
+    within the part.
 
     before: number of elements in earlier parameters."""
     position = torch.zeros(int(chosen.sum()), dtype=torch.int64, device=chosen.device)

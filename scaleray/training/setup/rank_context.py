@@ -11,7 +11,7 @@ from scaleray.config.parallel import Degrees
 
 @dataclass(frozen=True)
 class RankContext:
-    """Context of one worker among all. Without a process group it is the only one."""
+    """Context of one of the workers. Without a process group it is the only worker."""
 
     rank: int = 0
     world_size: int = 1
@@ -20,7 +20,7 @@ class RankContext:
     node: str = "local"
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - torch.device is immutable
     degrees: Degrees | None = None
-    """Numbers of workers along each axis; None: each worker computes its own samples."""
+    """Numbers of workers along each axis; None if each worker computes its own samples."""
 
     @property
     def mesh(self) -> Degrees:
@@ -29,12 +29,13 @@ class RankContext:
 
     @property
     def data_rank(self) -> int:
-        """Number of the share of the global batch that this worker trains on; workers of one replica have the same."""
+        """Number of the share of the global batch on which this worker trains; the workers of a replica have the same
+        number."""
         return self.mesh.data_rank(self.rank)
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of shares into which the global batch is cut."""
+        """Number of shares into which the global batch is divided."""
         return self.mesh.data
 
     @property
@@ -51,7 +52,7 @@ class RankContext:
         return [float(v) for v in tensor.tolist()]
 
     def all_reduce_max(self, values: list[float]) -> list[float]:
-        """The largest of each of a few numbers over all workers. Collective."""
+        """Maximum of each of a few numbers over all workers. Collective."""
         if self.world_size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -59,7 +60,7 @@ class RankContext:
         return [float(v) for v in tensor.tolist()]
 
     def gathered(self, value: Any) -> list[Any]:
-        """A value of every worker, such as a short text, in the order of the ranks. Collective."""
+        """Values of all workers, such as short texts, in the order of their ranks. Collective."""
         if self.world_size == 1:
             return [value]
         everyone: list[Any] = [None] * self.world_size

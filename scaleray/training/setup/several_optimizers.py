@@ -1,4 +1,4 @@
-"""Several optimizers of a workload as one: for checkpoints, schedules and checks, and for the steps of a single loss.
+"""Several optimizers of a workload, handled as one: for checkpoints, schedules, checks, and the steps of a single loss.
 
 With several losses, each optimizer takes its steps with the gradients of its own loss, see
 `training.step.several_losses`."""
@@ -18,10 +18,9 @@ from scaleray.training.setup.weighted_losses import losses_of
 
 
 class SeveralOptimizers(torch.optim.Optimizer):
-    """The groups, the state and the steps of several optimizers, in the order of their names.
+    """Groups, state and steps of several optimizers, in the order of their names.
 
-    parameters_of: all parameters of each by name, those that other ranks update included.
-    """
+    parameters_of: all parameters of each optimizer by name, including those that other ranks update."""
 
     def __init__(self, by_name: Mapping[str, torch.optim.Optimizer]) -> None:
         # not torch's own: what it would set up is here found in the optimizers
@@ -37,7 +36,8 @@ class SeveralOptimizers(torch.optim.Optimizer):
 
     @property
     def state(self) -> dict[Any, dict[str, Any]]:  # type: ignore[override]
-        """The state of all by parameter, for reading; keys name the optimizer, as several may update one parameter."""
+        """State of all optimizers by parameter, for reading only. Keys name the optimizer, as several may update one
+        parameter."""
         found: dict[Any, dict[str, Any]] = {}
         for name, own in self.by_name.items():
             for parameter, entries in own.state.items():
@@ -45,7 +45,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """State in torch's form, with parameters numbered through all optimizers."""
+        """State in torch's form, with parameters numbered across all optimizers."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         before = 0
@@ -57,7 +57,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give each optimizer its part of the result of `state_dict`."""
+        """Give each optimizer its part of a result of `state_dict`."""
         groups = iter(state_dict["param_groups"])
         for own in self.by_name.values():
             mine = [next(groups) for _ in own.param_groups]
@@ -72,7 +72,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
             own.zero_grad(set_to_none)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Let each optimizer take a step with the gradients of one loss."""
+        """Let each optimizer take a step with the gradients of a single loss."""
         for own in self.by_name.values():
             own.step()
 
@@ -95,7 +95,7 @@ class SeveralSchedules(LRScheduler):
         return [plateau for own in self.by_name.values() for plateau in getattr(own, "plateaus", ())]
 
     def follow_evaluation(self, value: float) -> None:
-        """Step the schedulers that follow evaluations with the value of one."""
+        """Advance the schedulers that follow evaluations with the value of an evaluation."""
         for own in self.by_name.values():
             if callable(follow := getattr(own, "follow_evaluation", None)):
                 follow(value)
@@ -116,13 +116,13 @@ class SeveralSchedules(LRScheduler):
 
 
 def members(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
-    """The optimizers that take steps, by name; a single one has the name ""."""
+    """The optimizers that take steps, by name; a single optimizer has the name ""."""
     return optimizer.by_name if isinstance(optimizer, SeveralOptimizers) else {"": optimizer}
 
 
 def check_losses(workload: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raise WorkloadError unless there is a loss for each optimizer, under the same names, or one loss for optimizers
-    that share no parameter."""
+    """Raise WorkloadError unless there is a loss for each optimizer, under the same name, or a single loss for
+    optimizers that share no parameter."""
     losses, names = losses_of(workload), list(members(optimizer))
     if losses is None:
         held = [id(p) for group in optimizer.param_groups for p in group["params"]]
@@ -145,8 +145,8 @@ def check_losses(workload: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def config_for(losses: Collection[str] | None, config: RunConfig, strategy: str) -> RunConfig:
-    """The config for several losses, or unchanged for none. Raises ConfigError for settings that do not work with
-    several."""
+    """Adapt the config to several losses; without any it is unchanged. Raises ConfigError for settings that do not
+    support several losses."""
     if not losses:
         return config
     traits = traits_of(strategy)
@@ -158,11 +158,11 @@ def config_for(losses: Collection[str] | None, config: RunConfig, strategy: str)
     refused = {
         "compression.name": (
             config.compression.name != "none",
-            "the remainder of one gradient would be added to another",
+            "the compression error of one loss would be added to another",
         ),
-        "noise_scale.measure": (config.noise_scale.measure is not False, "each has its own noise"),
+        "noise_scale.measure": (config.noise_scale.measure is not False, "each has a noise scale of its own"),
         "pruning.method": (config.pruning.method != "none", "each would need its own masks"),
-        "memory.find_micro_size": (config.memory.find_micro_size, "steps of one optimizer are tried"),
+        "memory.find_micro_size": (config.memory.find_micro_size, "the search tries steps of one optimizer"),
         "memory.on_out_of_memory": (
             config.memory.on_out_of_memory != "raise",
             "a step cannot be repeated once one optimizer has taken its step",

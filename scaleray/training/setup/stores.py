@@ -1,7 +1,7 @@
-"""The stores through which the workers of a process group find each other.
+"""Stores through which the workers of a process group find each other.
 
-torch's own server listens on all interfaces and serves every client that reaches it. This one listens only at the
-address that the other workers use: on loopback if all of them are on this machine."""
+torch's own server listens on all interfaces and serves every client that can reach it. This one listens only on the
+address that the other workers use, which is loopback if all of them are on this machine."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StorePlace:
-    """Address of a store, which can be sent to every worker."""
+    """Address of a store, in a form that can be sent to every worker."""
 
     host: str
     port: int
 
 
 _listeners: dict[StorePlace, socket.socket] = {}
-"""Reserved ports for stores that have not been opened yet: sent to other processes before torch is imported here."""
+"""Ports reserved for stores that have not been opened yet; they are sent to other processes before torch is imported
+here."""
 
 
 class OwnedStore:
-    """Address of a store that this process owns. It is released by `close` or at exit, unless the store was opened."""
+    """Address of a store that this process owns. The address is released by `close` or at exit, unless the store was
+    opened."""
 
     close: Callable[[], object]
 
@@ -43,8 +45,8 @@ class OwnedStore:
 
 
 def open_store(place: StorePlace, *, timeout: timedelta = timedelta(minutes=5)) -> dist.Store:
-    """The store at a place; in the process that owns it the first call creates the server, which lives as long as the
-    result. timeout: of connecting, and of reading missing keys."""
+    """Open the store at an address. In the process that owns it, the first call creates the server, which lives as long
+    as the result. timeout: for connecting, and for reading keys that do not exist yet."""
     import torch.distributed as dist
 
     listener = _listeners.pop(place, None)
@@ -61,7 +63,7 @@ def open_store(place: StorePlace, *, timeout: timedelta = timedelta(minutes=5)) 
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address belongs to this machine alone."""
+    """Whether an address can be reached only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

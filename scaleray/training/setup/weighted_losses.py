@@ -1,4 +1,4 @@
-"""The losses of a workload: one `loss()` in general, `losses()` by name for several optimizers, or `batch_loss()` over
+"""Losses of a workload: usually a single `loss()`, or `losses()` by name for several optimizers, or `batch_loss()` over
 the whole batch."""
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ def losses_of(workload: Any) -> dict[str, Callable[[Any, Any], Any]] | None:
 
 
 def summed_loss(workload: Any, model: Any, batch: Any) -> Any:
-    """The loss of a batch; of several losses the sum, with the count of the first."""
+    """Loss of a batch; for several losses their sum, with the count of the first."""
     losses = losses_of(workload)
     if losses is None:
         return workload.loss(model, batch)
@@ -35,12 +35,12 @@ def summed_loss(workload: Any, model: Any, batch: Any) -> Any:
 
 
 def has_loss(workload: Any) -> bool:
-    """Whether there is a loss to evaluate: a workload with several losses may have none."""
+    """Whether there is a loss to evaluate, which a workload with several losses may not have."""
     return bool(getattr(workload, "has_loss", True)) and own_method(workload, "loss") is not None
 
 
 class OneLoss:
-    """A workload with only one of its losses."""
+    """Workload reduced to one of its losses."""
 
     def __init__(self, workload: Any, loss: Callable[[Any, Any], Any]) -> None:
         self._workload, self.loss = workload, loss
@@ -50,12 +50,12 @@ class OneLoss:
 
 
 def has_batch_loss(workload: Any) -> bool:
-    """Whether a workload's loss is taken over the whole global batch."""
+    """Whether a workload computes its loss over the whole global batch."""
     return own_method(workload, "batch_loss") is not None
 
 
 def check_batch_loss(workload: Any, config: RunConfig, strategy: str) -> None:
-    """Raise ConfigError for settings that do not work with a loss over the whole batch."""
+    """Raise ConfigError for settings that do not support a loss over the whole batch."""
     if not has_batch_loss(workload):
         return
     why = "the workload has a batch_loss(), over the outputs of all workers"
@@ -68,7 +68,7 @@ def check_batch_loss(workload: Any, config: RunConfig, strategy: str) -> None:
         able = [n for n, t in TRAITS.items() if not t.trains_apart and n not in ("pipeline", "single")]
         raise ConfigError("strategy.name", strategy, f"{why}, but {reason}", f"use {', '.join(able)}")
     if config.parallel.context not in (None, 1):
-        raise ConfigError("parallel.context", config.parallel.context, f"{why}, and it cuts rows", "leave it out")
+        raise ConfigError("parallel.context", config.parallel.context, f"{why}, and it splits rows", "leave it out")
     if config.noise_scale.measure is not False:
         reason = "the noise scale needs gradients of rows that do not depend on each other"
         hint = "leave noise_scale.measure out"

@@ -235,8 +235,8 @@ def test_verify_finds_steps_of_tokens_equal_on_two_workers(gloo):
     ("flags", "words"),
     [
         ({"scale.workers": {"min": 1, "max": 2}}, "the order by length depends on the global batch"),
-        ({"shares.by": "speed", "scale.workers": 2}, "steps vary in rows"),
-        ({"data.shuffle": False}, "keeps the order of the file"),
+        ({"shares.by": "speed", "scale.workers": 2}, "steps differ in rows"),
+        ({"data.shuffle": False}, "it needs shuffled rows"),
         ({"batch.drop_last": True}, "no partial batch to drop"),
         ({"batch.global_size": 7}, "the longest row has 8, so some steps would get no row"),
         ({"batch.micro_size": 7}, "is in tokens, by batch.unit, and the longest row has 8"),
@@ -255,7 +255,7 @@ def test_an_order_by_length_needs_lengths():
         def datasets(self):
             return {"train": {"x": np.ones((26, 3, 2), np.float32), "y": np.zeros(26, int)}}
 
-    with pytest.raises(ConfigError, match="the lengths of the training rows are not known"):
+    with pytest.raises(ConfigError, match="it needs the lengths of the training rows"):
         make_job(Even(), {"data.bucket_by_length": 2})
     with pytest.raises(ConfigError, match="no fixed number of tokens per sample, and no lengths"):
         make_job(Even(), {"batch.unit": "tokens"})

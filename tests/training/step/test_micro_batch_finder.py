@@ -338,5 +338,5 @@ def test_strategies_whose_ranks_step_apart_refuse_to_repeat_steps(strategy):
 
 def test_a_strategy_that_cannot_abandon_a_step_is_refused(monkeypatch):
     monkeypatch.setitem(STRATEGIES, "single", lambda *args: dataclasses.replace(single.apply(*args), abandon=None))
-    with pytest.raises(ConfigError, match="none can give up alone"):
+    with pytest.raises(ConfigError, match="no rank can abandon it alone"):
         train_alone(Blocks(), BACK_OFF)
