@@ -1,4 +1,4 @@
-"""The function that Ray Train runs on every worker, and its connection to the recorder's actor."""
+"""Function that Ray Train runs on every worker, and its connection to the recorder's actor."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 TAIL_LINES = 20
 RECENT_MESSAGES = 200
-"""Messages that are kept for the case that the recorder is lost before it has written them."""
+"""Number of messages kept in case the recorder is lost before it has written them."""
 
 
 def train(config: dict[str, Any]) -> WorkerSummary | None:
@@ -72,7 +72,8 @@ def train(config: dict[str, Any]) -> WorkerSummary | None:
 def _train_in_groups(
     assignment: Assignment, job: TrainJob, context: RankContext, train: Callable[..., WorkerSummary]
 ) -> WorkerSummary | None:
-    """Train as any rank that the coordinator of recoveries assigns. context: this worker among workers and spares."""
+    """Train as any rank that the coordinator of recoveries assigns. context: this worker's position among workers and
+    spares."""
     import ray
 
     from scaleray.training.recovery.member import Group, Member
@@ -94,7 +95,7 @@ def _train_in_groups(
 
 
 def _holders(assignment: Assignment, sender: Sender) -> Holders | None:
-    """The holders of copies in memory, if there are to be any; the one on this node starts if it is not there yet."""
+    """Holders of copies in memory, if they are enabled; the one on this node is started if it does not exist yet."""
     import ray
 
     from scaleray.training.recovery.node_holders import holder_here, other_holders
@@ -111,8 +112,7 @@ def _holders(assignment: Assignment, sender: Sender) -> Holders | None:
 
 
 def received(task: Any) -> Any:
-    """The payload that the driver sent to this worker. Raises WorkloadError if it needs a module that is missing
-    here."""
+    """Payload that the driver sent to this worker. Raises WorkloadError if it needs a module that is missing here."""
     import ray
 
     try:
@@ -128,8 +128,8 @@ def received(task: Any) -> Any:
 
 
 def quieten_ray() -> None:
-    """In a worker, suppress messages of Ray's libraries and torchao that the driver reports better, or that are
-    not needed."""
+    """On a worker, suppress messages of Ray's libraries and torchao that the driver reports better or that are not
+    needed."""
     leave_out_idle_warnings()
     logging.getLogger("ray._private.serialization").setLevel(logging.CRITICAL)  # `received` reports it
     logging.getLogger("ray.data").setLevel(logging.WARNING)
@@ -146,7 +146,7 @@ def _keep_tail() -> deque[str]:
 
 
 def _nodes_to_go() -> frozenset[str]:
-    """Nodes of workers that the cluster will soon remove."""
+    """Nodes whose workers the cluster will soon remove."""
     import ray.train
 
     info = ray.train.get_preemption_info()
@@ -154,7 +154,7 @@ def _nodes_to_go() -> frozenset[str]:
 
 
 class Sender:
-    """Sends messages to the recorder in batches, without waiting for it. publisher: receives them as well."""
+    """Sends messages to the recorder in batches without waiting for it. publisher: also receives the messages."""
 
     def __init__(self, recorder: Any, *, interval_s: float, publisher: RankPublisher | None = None) -> None:
         self.recorder, self.interval_s, self.publisher = recorder, interval_s, publisher
@@ -167,8 +167,8 @@ class Sender:
         self._lock = threading.Lock()  # checkpoints send from a thread of their own
 
     def __call__(self, *messages: WorkerMessage) -> None:
-        """Queue messages, and send the queue if an interval has passed since the last time; without messages, send it
-        now."""
+        """Queue messages, and send the queue if an interval has passed since it was last sent. Without messages, send
+        it now."""
         with self._lock:
             self._buffer += messages
             self._recent += messages
@@ -184,7 +184,8 @@ class Sender:
                 self.publisher.on_message(message)
 
     def recent(self) -> list[WorkerMessage]:
-        """The last messages: those that may not have arrived, and some that the recorder may not have written."""
+        """The last messages, including those that may not have arrived and some that the recorder may not have
+        written."""
         with self._lock:
             self._is_free()
             waiting = [*self._under_way, *self._buffer]
@@ -197,9 +198,9 @@ class Sender:
         return ControlRequest(ray.get(self.recorder.beat.remote(heartbeat), timeout=30))
 
     def flush(self) -> bool:
-        """Send all waiting messages and wait until they have arrived; returns whether they have.
+        """Send all waiting messages and wait until they have arrived. Returns whether they have.
 
-        Called after the last step, where waiting slows nothing down."""
+        Called after the last step, where waiting delays nothing."""
         import ray
 
         with self._lock:
@@ -212,12 +213,12 @@ class Sender:
                 self._is_free()
                 if self._num_arrived >= wanted:
                     return True
-        logging.getLogger(__name__).warning("the recorder did not take the last messages of this worker")
+        logging.getLogger(__name__).warning("the recorder did not receive the last messages of this worker")
         return False
 
     def durable(self) -> Any:
-        """State of the recorder for a run whose messages it has all written. Raises RuntimeError if it has not: a run
-        resumed from here would lack the missing steps."""
+        """State of the recorder for a run, once all of its messages are written. Raises RuntimeError if some are not: a
+        run resumed from here would lack the missing steps."""
         import ray
 
         if not self.flush():
@@ -230,9 +231,9 @@ class Sender:
             ) from None
 
     def _is_free(self) -> bool:
-        """Whether nothing is in flight.
+        """Whether no message is in flight.
 
-        Messages that did not arrive are queued again; if only the answer was lost, they are sent twice, which the
+        Messages that did not arrive are queued again. If only the answer was lost, they are sent twice, which the
         recorder detects."""
         import ray
 
@@ -250,7 +251,7 @@ class Sender:
 
 
 def context_under_ray(*, uses_gpu: bool) -> RankContext:
-    """This process among Ray Train's workers; its GPU, if it uses one, becomes the current device."""
+    """Context of this process among Ray Train's workers. Its GPU, if it uses one, becomes the current device."""
     import ray
     import ray.train.torch
 

@@ -1,8 +1,8 @@
 """Saving the state of a run, resuming it, and stopping it safely. Called by the loop, once a step.
 
-All ranks must save after the same step. Facts known to a single rank (the time, a notice that its node will be removed,
-a request to stop) travel with the sums that every step reduces anyway, so all ranks decide alike without further
-communication."""
+All ranks must save after the same step. Facts that only one rank knows (the time, a notice that its node will be
+removed, a request to stop) travel with the sums that every step reduces anyway, so that all ranks decide alike without
+further communication."""
 
 import threading
 import time
@@ -37,8 +37,8 @@ GROUP_TIMEOUT = timedelta(hours=1)  # an upload may take long; a lost peer close
 NOTICE_INTERVAL_S = 2.0
 
 SAVE, LEAVE, ASK, LINKS, BUSY = 0, 1, 2, 3, 4
-"""Indices into a step's signals: requests for a checkpoint, to leave, for a notice, for link measurements; and whether
-the last copies in memory are still being made."""
+"""Indices into a step's signals: requests for a checkpoint, for leaving, for checking notices and for measuring links;
+and whether the last copies in memory are still being made."""
 
 
 RATE_SECTIONS = ("optimizer", "schedule", "stop", "workload")
@@ -46,9 +46,9 @@ RATE_SECTIONS = ("optimizer", "schedule", "stop", "workload")
 
 @dataclass
 class Control:
-    """Requests from outside to one worker. wants_leave: save and exit; wants_save: save and continue; wants_links:
-    measure the links between the workers and continue. notice: the nodes of workers that the cluster will soon remove;
-    collective, None if that cannot be known."""
+    """Requests from outside to one worker. wants_leave: save and exit. wants_save: save and continue. wants_links:
+    measure the links between the workers and continue. notice: returns the nodes whose workers the cluster will soon
+    remove; collective, or None if this cannot be known."""
 
     wants_leave: threading.Event = field(default_factory=threading.Event)
     wants_save: threading.Event = field(default_factory=threading.Event)
@@ -57,7 +57,7 @@ class Control:
 
 
 class Checkpointing:
-    """The checkpoints of one worker's run, from the one it starts from to its last."""
+    """Checkpoints of one worker's run, from the one that it starts from to its last."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Checkpointing:
         live: LiveState | None = None,
         holders: Holders | None = None,
     ) -> None:
-        """live: state in memory of a run with spares. holders: processes for copies in memory."""
+        """live: state in memory of a run with spares. holders: processes that hold copies in memory."""
         self.job, self.place, self.catalog, self.joined = job, place, catalog, live
         self.live = live if is_whole(job.config, job.recipe.strategy, place.world_size) else None
         self.emit = emit = Guard().wrapped(Watcher.MESSAGES, emit)
@@ -118,16 +118,15 @@ class Checkpointing:
         self.state: TrainState | None = None
 
     def leave(self) -> None:
-        """Wait for the threads that use this worker's groups, if it may leave them before its process ends."""
+        """Wait for the threads that use this worker's groups, if it may leave the groups before its process ends."""
         for saver in self._savers if self.joined is not None else ():
             saver.wait()
 
     def find(self) -> int:
-        """The step to start from: that of the newest state with all its bytes, in memory or in storage, or 0.
-        Collective.
+        """Return the step to start from: that of the newest complete state, in memory or in storage, or 0. Collective.
 
-        Damaged files are healed from their copy; a checkpoint that cannot be healed is skipped with an event. Raises
-        CheckpointError on every rank for one that this version cannot read."""
+        Damaged files are restored from their copy. A checkpoint that cannot be restored is skipped with an event.
+        Raises CheckpointError on every rank if a checkpoint has a format that this version cannot read."""
         if self.live is not None and (manifest := self.live.share(self.place)) is not None:
             self.resumed_from, self.job = manifest, self.job.continued(manifest.values[PROGRESS])
             return manifest.step
@@ -162,7 +161,7 @@ class Checkpointing:
         return 0
 
     def begin(self, state: TrainState) -> None:
-        """Restore the state from the checkpoint that `find` chose, if any, and save this state from now on.
+        """Restore the state from the checkpoint chosen by `find`, if any, and save `state` from now on.
 
         Collective."""
         if self.retention.best is not None and self.retention.keep_best:
@@ -176,7 +175,7 @@ class Checkpointing:
                 self._resume(self.resumed_from, state)
             self._measured = self._best_until(self.resumed_from.step) if self.place.rank == 0 else {}
         elif self.joined is not None and (why := self.joined.why()):
-            self._say(f"{why}; no state was complete yet, so the training begins again")
+            self._say(f"{why}; no state was complete yet, so the training starts from the beginning")
         if self.memory is not None:
             self.memory.begin(self.resumed_from.step if self.resumed_from is not None else None)
         self.saved_at = time.monotonic()
@@ -203,7 +202,7 @@ class Checkpointing:
             self.emit(EventRecord(text, kind="resumed", step=manifest.step))
 
     def _has_other_rates(self, manifest: Manifest, state: TrainState) -> bool:
-        """Whether a section of the config that rates and their schedule depend on has changed."""
+        """Whether a section of the config on which the rates and their schedule depend has changed."""
         before, now = manifest.facts.get("config", {}), self.job.config.to_dict()
         changed = {name for name in RATE_SECTIONS if name in before and before[name] != now[name]}
         # rates that follow what was measured do not depend on the length of the training
@@ -235,9 +234,9 @@ class Checkpointing:
         return asks
 
     def evaluated(self, step: int, metrics: Mapping[str, float], *, is_last: bool) -> None:
-        """Handle an evaluation after `step` steps: save a state that is among the best so far. Collective. Raises
-        ConfigError if the first evaluation lacks the metric to rank by; if it is also the last, an event reports it
-        instead."""
+        """Handle an evaluation after `step` steps, marking its state for saving if it is among the best so far.
+        Collective. Raises ConfigError if the first evaluation lacks the metric to rank by; if it is also the last
+        evaluation, an event reports this instead."""
         name = self.retention.best
         if name is None or not self.retention.keep_best:
             return
@@ -258,7 +257,8 @@ class Checkpointing:
             self._best_step = step
 
     def after_step(self, step: int, signals: tuple[float, ...]) -> bool:
-        """Save if it is due after `step` steps; returns true if the run should, and may, stop now. Collective."""
+        """Save if a checkpoint is due after `step` steps. Returns whether the run should, and may, stop now.
+        Collective."""
         leaves, asks = signals[LEAVE] > 0, signals[ASK] > 0
         is_new_notice = asks and self._is_notice_new()
         every = self.job.recipe.checkpoint_every_steps
@@ -298,8 +298,8 @@ class Checkpointing:
         return [self.saver, *([self.memory.saver] if self.memory is not None else [])]
 
     def finish(self, step: int) -> None:
-        """Finish after the last step and its evaluation: save the state if checkpoints are requested or it is among the
-        best, and wait until it is written. Collective."""
+        """Save the state after the last step and its evaluation, if checkpoints are requested or it is among the best,
+        and wait until it is written. Collective."""
         assert self.state is not None
         if found := self.state.unsaved():
             self._say(found)
@@ -346,7 +346,7 @@ class Checkpointing:
         return manifest
 
     def _agreed(self, decide: Callable[[], Any]) -> Any:
-        """Result of rank 0, or its error, on every rank."""
+        """Return the result of rank 0, or raise its error, on every rank."""
         box: list[Any] = [None]
         if self.place.rank == 0:
             try:
@@ -375,17 +375,17 @@ class Checkpointing:
 
 
 def _new_group(place: RankContext) -> dist.ProcessGroup | None:
-    """A group of its own: its collectives run in another thread than those of the training."""
+    """A separate group, because its collectives run in another thread than those of the training."""
     return dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if place.world_size > 1 else None
 
 
 def _newest(candidate: tuple[int, float, Manifest | None]) -> tuple[float, float]:
-    """Key that sorts the newest first, and memory before storage."""
+    """Sort key that puts the newest first, and memory before storage."""
     return (-candidate[0], -candidate[1])
 
 
 def evaluation_facts(progress: Mapping[str, Any]) -> dict[str, Any]:
-    """The last evaluation for a manifest: its metrics and their step."""
+    """The last evaluation, for a manifest: its metrics and their step."""
     step = progress["evaluated_at"]
     return {"metrics": progress["metrics"], "evaluated_at": step if step >= 0 else None}
 

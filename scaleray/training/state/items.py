@@ -1,4 +1,4 @@
-"""The items of a training's state, under names that a user understands, and their values as JSON."""
+"""Items of a training's state, under names that a user understands, and conversion of their values to JSON."""
 
 import json
 from collections import Counter
@@ -23,7 +23,8 @@ ITEMS = (
     MODEL, BUFFERS, ATTRIBUTES, OPTIMIZER, SCHEDULE, RATE_SCALE, SCALER, PROGRESS, WORKLOAD, STRATEGY, REPLICA, PRUNING,
     AVERAGING, CALLBACKS, RANDOM,
 )  # fmt: skip
-"""State items in the order in which they are restored: random numbers last, since anything before may draw some."""
+"""State items in the order in which they are restored. Random numbers come last, since restoring other items may draw
+some."""
 IN_WORDS = {
     "model": "model parameters or buffers",
     "buffers": "buffers that the state dict leaves out",
@@ -50,13 +51,13 @@ def tensors_of(manifest: Manifest, item: str) -> dict[str, Tensor]:
 
 
 def dtype_of(tensor: Tensor) -> torch.dtype:
-    """Type of a saved tensor's elements."""
+    """Type of the elements of a saved tensor."""
     found: torch.dtype = getattr(torch, tensor.dtype)
     return found
 
 
 def as_json(item: str, value: Any) -> Any:
-    """A copy of small values. Raises WorkloadError for values that a checkpoint cannot hold."""
+    """Copy of small values. Raises WorkloadError for values that a checkpoint cannot hold."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as exc:
@@ -64,12 +65,13 @@ def as_json(item: str, value: Any) -> Any:
             f"the state of the {item}",
             f"cannot be saved ({exc}): "
             "a checkpoint holds tensors, numbers, text, true/false, none, lists and mappings of them",
-            "keep it in such values, or switch checkpoints off: --checkpoint.every-minutes null",
+            "store it in such values, or switch checkpoints off: --checkpoint.every-minutes null",
         ) from exc
 
 
 def flattened(state: Mapping[str, Any], prefix: str = "") -> Values:
-    """A state dict of any depth by path; each part of a path is quoted, so that it can hold anything."""
+    """Flatten a nested state dict to values by path. Each part of a path is quoted, so that it can contain any
+    character."""
     flat: Values = {}
     for key, value in state.items():
         path = f"{prefix}{quote(str(key), safe='')}"
@@ -93,7 +95,7 @@ def nested(flat: Values) -> Values:
 
 
 def plain(value: Any) -> Any:
-    """A small value as JSON: tensors become numbers; tuples, and mappings that JSON would change, are marked as
+    """Convert a small value to JSON: tensors become numbers; tuples, and mappings that JSON would change, are marked as
     such."""
     if isinstance(value, torch.Tensor):
         return value.item()

@@ -1,4 +1,4 @@
-"""The state of the last complete step in a worker's memory, from which it continues when another worker is lost."""
+"""State of the last complete step in a worker's memory, from which it continues when another worker is lost."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from scaleray.training.state.items import RANDOM, Tensors
 from scaleray.training.state.training_state import TrainState
 
 RECENT_MESSAGES = 1000
-"""Messages of rank 0 that every worker keeps, since those that a lost rank 0 has not sent are lost with it."""
+"""Number of rank 0's messages that every worker keeps, since those that a lost rank 0 has not sent would be lost with
+it."""
 
 Position = tuple[int, bool]
-"""Steps taken, and whether the evaluation and the checkpoint after the last one are done as well."""
+"""Number of steps taken, and whether the evaluation and checkpoint after the last one have been completed."""
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """State after a step. manifest: its values, and the names, types and shapes of its tensors. signals: sums of the
-    step's signals over all ranks."""
+    """State after a step. manifest: its values, and the names, types and shapes of its tensors. signals: the step's
+    signals, summed over all ranks."""
 
     manifest: Manifest
     signals: tuple[float, ...]
@@ -46,7 +47,7 @@ class _Kept:
 
 
 class LiveState:
-    """State of this worker after its last complete step. It outlives the groups that the worker belongs to."""
+    """State of this worker after its last complete step. It outlives the groups to which the worker belongs."""
 
     def __init__(self, send_random: Callable[[int, int, Tensors], None]) -> None:
         """send_random: sends the random state of a rank in a step to a place that outlives this worker."""
@@ -69,30 +70,31 @@ class LiveState:
     def begin_group(
         self, random: Mapping[int, Tensors], lost: Sequence[str], broken_at: float, *, grows: bool = False
     ) -> None:
-        """Note how the next group came about. random: last random states of this worker's rank, by step, as the worker
-        that had it sent them. lost: workers lost since the last group. broken_at: wall clock of its end. grows: a
-        worker joins a smaller group."""
+        """Record why the next group is formed. random: last random states of this worker's rank, by step, as sent by
+        the worker that had this rank. lost: workers lost since the last group. broken_at: wall clock at the end of that
+        group. grows: whether a worker joins a smaller group."""
         self._random, self._lost, self._broken_at, self._grows = random, lost, broken_at, grows
 
     def after_forward(self, place: RankContext, step: int) -> None:
-        """Send this rank's random state before it contributes to the sums of `step`: only with them others complete the
-        step, so that a worker in its place can continue after it."""
+        """Send this rank's random state before the rank contributes to the sums of `step`. Others need these sums to
+        complete the step, so a worker that takes this rank can always continue after it."""
         self.send_random(place.rank, step, random_state(place.device))
 
     def before_update(self, module: nn.Module) -> None:
-        """Take the buffers of rank 0, as the next forward pass would, so that they outlive it. Collective."""
+        """Take over the buffers of rank 0, as the next forward pass would, so that they survive a loss of rank 0.
+        Collective."""
         for buffer in dense_buffers(module):
             dist.broadcast(buffer, src=0)
         self._is_changing = True
 
     def add(self, message: StepRecord | EvaluationRecord) -> None:
-        """Keep a message that rank 0 sends."""
+        """Store a message that rank 0 sends."""
         self._messages.append(message)
 
     def keep(
         self, state: TrainState, job: TrainJob, step: int, signals: tuple[float, ...], *, is_complete: bool
     ) -> None:
-        """Keep the state after `step`: references to what only an update changes, and copies of all else."""
+        """Store the state after `step`: references to what only an update changes, and copies of everything else."""
         tensors, volatile, values = state.capture(is_own=True)
         self._tensors = {name: t.detach().clone() if name in volatile else t for name, t in tensors.items()}
         about = {name: Tensor(str(t.dtype)[6:], tuple(t.shape), ()) for name, t in tensors.items()}
@@ -102,7 +104,7 @@ class LiveState:
             self.after_forward(state.place, step)  # an evaluation may have drawn numbers
 
     def share(self, place: RankContext) -> Manifest | None:
-        """Bring all ranks to the furthest state that one of them has, and return it; None if none of them has any.
+        """Bring all ranks to the most advanced state that one of them has, and return it; None if none of them has any.
         Collective."""
         if self._is_changing:  # the kept tensors are those of the model, which has begun its next update
             self.kept, self._is_changing = None, False
@@ -135,28 +137,28 @@ class LiveState:
         return self.kept.manifest
 
     def load(self, targets: Tensors) -> None:
-        """Fill tensors in place, by name."""
+        """Copy stored values into tensors, by name."""
         with torch.no_grad():
             for name, target in targets.items():
                 target.copy_(self._tensors[name])
 
     def unfinished(self) -> tuple[float, ...] | None:
-        """The signals of the last step if its evaluation and checkpoint may be missing; None if nothing is."""
+        """Signals of the last step if its evaluation and checkpoint may not have been completed, otherwise None."""
         is_half = self.is_continued and self.kept is not None and not self.kept.is_complete
         return self.kept.signals if is_half and self.kept is not None else None
 
     def report(self, emit: Emit, place: RankContext, step: int) -> None:
-        """On rank 0, report how the training continues after `step`. If it took the place of another worker, it first
-        sends that worker's last messages again; the recorder leaves out those that it has."""
+        """Report on rank 0 how the training continues after `step`. If this worker took over from another one, it first
+        sends that worker's last messages again; the recorder drops those that it already has."""
         if not self.is_continued or place.rank != 0:
             return
         if self._is_new or self._is_moved:
             emit(RepeatedMessages(tuple(self._messages)))
-        ends = "with the same samples, equal within rounding" if self._is_resized else "and no step is lost"
+        ends = "with the same samples, and results equal within rounding" if self._is_resized else "and no step is lost"
         emit(EventRecord(f"after step {step}: {self.why()}, {ends}", kind="resumed", step=step))
 
     def why(self) -> str:
-        """Reason for this group, with the time since the last one; empty for the first group."""
+        """Reason for forming this group, with the time since the last one; empty for the first group."""
         if not self._broken_at:
             return ""
         what = f"{' and '.join(self._lost) or 'a connection'} {'were' if len(self._lost) > 1 else 'was'} lost"
@@ -177,7 +179,7 @@ class LiveState:
                 dist.recv(self._tensors[name], src=source)
 
     def _own(self, manifest: Manifest, place: RankContext) -> Manifest:
-        """The state of another rank with the random numbers of this one."""
+        """State of another rank with the random numbers of this rank."""
         known = [step for step in self._random if step <= manifest.step]
         state = self._random[max(known)] if known else {}
         own = {f"{RANDOM}.{place.rank}.{name}": value for name, value in state.items()}

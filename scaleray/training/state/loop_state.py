@@ -1,4 +1,5 @@
-"""State of the loop between two steps, and its part of a checkpoint, next to the model and its optimizer."""
+"""State of the loop between two steps, and the part that it adds to a checkpoint, next to the model and its
+optimizer."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -20,16 +21,17 @@ class LoopState:
     """State of the loop between two steps."""
 
     job: TrainJob
-    """The training. Its recipe has smaller micro-batches once the memory demands it."""
+    """The training. Its recipe uses smaller micro-batches once memory requires it."""
     step: int
-    """Number of the last step, from 1; 0 before the first."""
+    """Number of the last step, counted from 1; 0 before the first one."""
     nonfinite_steps: int = 0
     verdict: str | None = None
-    """Reason why the training stopped for good before its end."""
+    """Reason why the training stopped for good before its planned end."""
 
     def ends_with(self, taken: StepRecord, inspect: RowInspector) -> bool:
-        """Count non-finite steps; return whether the training ends with this one, which then has a verdict. inspect:
-        describes the rows of a step that ends it. Raises NonFiniteLossError if the training fails."""
+        """Count non-finite steps, and return whether the training ends with this step; if so, a verdict is set.
+        inspect: describes the rows of a step that ends the training. Raises NonFiniteLossError if the training fails.
+        """
         self.nonfinite_steps += taken.nonfinite_steps
         if not taken.nonfinite_steps or not stops_at(taken, self.job.config.on_nonfinite, inspect):
             return False
@@ -73,8 +75,8 @@ class LoopCheckpoint:
         }
 
     def restore(self, before: dict[str, Any]) -> None:
-        """Continue from `before`, the values of a checkpoint. Its job and shares are not included: the loop is created
-        with them."""
+        """Continue from `before`, the values of a checkpoint. The job and the shares in it are not restored here: the
+        loop is created with them."""
         self.loop.step = self.train_step.num_updates = before["step"]
         self.train_step.count_per_row = before["count_per_row"]
         self.train_step.nonfinite_in_a_row = before.get("nonfinite_in_a_row", 0)

@@ -1,4 +1,5 @@
-"""Copies of a run's state in the memory of several nodes, from which it continues when workers or a node are lost."""
+"""Copies of a run's state in the memory of several nodes, from which the run continues when workers or a node are
+lost."""
 
 from __future__ import annotations
 
@@ -23,19 +24,19 @@ from scaleray.records.text.units import MIB
 from scaleray.training.setup.rank_context import RankContext
 
 MESSAGES = "messages"
-"""Name of the fact with rank 0's messages that the recorder may lack."""
+"""Key, among a checkpoint's facts, of rank 0's messages that the recorder may lack."""
 KINDS = {kind.__name__: kind for kind in (StepRecord, EvaluationRecord)}
 GENERATIONS = 2
-"""States in memory at the same time: the last complete one, and the one that is being written."""
+"""Number of states in memory at the same time: the last complete one, and the one being written."""
 LOST_PEER = "gloo/transport"
-"""Part of the message of a collective that a lost worker has ended."""
+"""Part of the error message of a collective that failed because a worker was lost."""
 FOR_MANIFESTS = 8 * 2**20
-"""Bytes reserved for manifests, with the messages in them."""
+"""Bytes reserved for manifests, which include the messages."""
 
 
 @dataclass(frozen=True)
 class HolderPlace:
-    """Address and secret of a holder. domain: what fails together with its node, such as a rack."""
+    """Address and secret of a holder. domain: failure domain of its node, such as a rack."""
 
     node: str
     domain: str
@@ -46,9 +47,10 @@ class HolderPlace:
 
 @dataclass(frozen=True)
 class Holders:
-    """The holders of a run. own: the one on this worker's node. others: finds those that exist, also on nodes without a
-    worker; it may wait for a lost node, so `known` has those of this worker's last group. recent: last messages of this
-    worker, of which the recorder may lack some. recorded: the last step of the run's record, if it may lack some."""
+    """Holders of a run. own: the one on this worker's node. others: finds the existing ones, also on nodes without a
+    worker; as it may wait for a lost node, `known` lists those of this worker's last group. recent: returns the last
+    messages of this worker, some of which the recorder may lack. recorded: returns the last step in the run's record,
+    if the record may be incomplete."""
 
     own: HolderPlace
     others: Callable[[], list[HolderPlace]] = list
@@ -58,7 +60,7 @@ class Holders:
 
 
 class MemoryCopies:
-    """The copies of one worker's run. Collective."""
+    """Copies of one worker's run. Its methods are collective."""
 
     def __init__(
         self,
@@ -107,15 +109,15 @@ class MemoryCopies:
         )
 
     def begin(self, kept_step: int | None) -> None:
-        """Remove all states but that of `kept_step`, from which the run continues. Collective."""
+        """Remove all states except that of `kept_step`, from which the run continues. Collective."""
         if self.place.rank == 0:
             Generations(self.generations.stores).prune(Retention(), newest=kept_step)
         self._is_reserved = False
 
     def has_room(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the holders have the memory for a state with these tensors. They are asked once, when the size is
-        known: an optimizer has no state before its first step. Collective; if there is too little memory, an event says
-        so, and no copies are made."""
+        """Whether the holders have enough memory for a state with these tensors. They are asked once, when the size is
+        known, since an optimizer has no state before its first step. Collective. If there is too little memory, an
+        event reports it and no copies are made."""
         if self._is_reserved:
             return True
         common = set(tensors).intersection(*self.place.gathered(list(tensors)))
@@ -137,20 +139,20 @@ class MemoryCopies:
         return self.is_on
 
     def is_due(self, step: int) -> bool:
-        """Whether copies are made after `step`, unless a worker still makes those of an earlier step."""
+        """Whether copies are to be made after `step`, unless a worker is still making those of an earlier step."""
         return self.is_on and step % self.every_steps == 0
 
     @property
     def is_busy(self) -> bool:
-        """Whether this worker still makes its last copies."""
+        """Whether this worker is still making its last copies."""
         return self.saver.is_busy
 
     def found(self) -> list[Manifest]:
-        """Manifests of the states in memory, newest first; damage to others is reported, and states that the run's
+        """Manifests of the usable states in memory, newest first. Reports damaged states, and states that the run's
         record has not reached. On rank 0."""
         manifests, damages = self.generations.found()
         for damage in damages:
-            self._say(f"{damage.file} is damaged ({damage.problem}) and not used")
+            self._say(f"{damage.file} is damaged ({damage.problem}) and is not used")
         if not manifests or self.holders.recorded is None:
             return manifests
         last = self.holders.recorded()
@@ -161,7 +163,7 @@ class MemoryCopies:
         return recorded
 
     def messages(self, manifest: Manifest) -> tuple[Any, ...]:
-        """Messages until the step of a state that the recorder may lack."""
+        """Messages up to the step of a state, some of which the recorder may lack."""
         found = [KINDS[kind](**values) for kind, values in manifest.facts.get(MESSAGES, ())]
         return tuple(message for message in found if message.step <= manifest.step)
 
@@ -184,8 +186,8 @@ class MemoryCopies:
 
 
 def share_bytes(tensors: Mapping[str, torch.Tensor], common: Collection[str], world_size: int) -> int:
-    """Upper bound of the bytes of a rank's file: what it alone has, and its share of what all ranks have. common: names
-    of the tensors of all ranks."""
+    """Upper bound for the bytes of a rank's file: the tensors that only it has, and its share of those that all ranks
+    have. common: names of the tensors that all ranks have."""
     local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
     whole = [local[name].nbytes for name in common if not isinstance(tensors[name], DTensor)]
     own = sum(tensor.nbytes for tensor in local.values()) - sum(whole)
@@ -193,5 +195,5 @@ def share_bytes(tensors: Mapping[str, torch.Tensor], common: Collection[str], wo
 
 
 def as_json(message: StepRecord | EvaluationRecord) -> dict[str, Any]:
-    """The fields of a message that the recorder reads."""
+    """Fields of a message that the recorder reads."""
     return {name: value for name, value in dataclasses.asdict(message).items() if name != "signals"}

@@ -1,4 +1,4 @@
-"""An optimizer's state by the names of its parameters, for checkpoints and for torch."""
+"""An optimizer's state, keyed by the names of its parameters for checkpoints, and converted back for torch."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> tupl
 def optimizer_templates(
     manifest: Manifest, optimizer: torch.optim.Optimizer, module: nn.Module, *, is_part: bool = False
 ) -> tuple[Tensors, Callable[[Tensors], dict[str, Any]]]:
-    """Empty tensors for the saved state of an optimizer, and a function that makes torch's own state dict of them.
+    """Empty tensors for the saved state of an optimizer, and a function that builds torch's own state dict from them.
 
     is_part: this optimizer has only some of the saved parameters. Raises CheckpointError if the optimizer has other
-    parameters or groups."""
+    parameters or groups than the checkpoint."""
     names = _names(optimizer, module)
     values = manifest.values[OPTIMIZER]
     saved_groups = [group["params"] for group in values["groups"]]
@@ -113,29 +113,29 @@ def optimizer_templates(
 
 @dataclass(frozen=True)
 class Rates:
-    """The hyperparameters of an optimizer and its schedule, which restoring a checkpoint would replace.
+    """Hyperparameters of an optimizer and its schedule, which would be replaced when a checkpoint is restored.
 
-    schedule: the state of the schedule before its first step."""
+    schedule: state of the schedule before its first step."""
 
     groups: list[dict[str, Any]]
     schedule: dict[str, Any]
 
     @classmethod
     def of(cls, setup: Setup) -> Rates:
-        """The current hyperparameters of a set-up."""
+        """Read the current hyperparameters of a set-up."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in setup.optimizer.param_groups]
         return cls(groups, copy.deepcopy(setup.schedule.state_dict()))
 
     def put_back(self, setup: Setup, *, position: int) -> None:
-        """Restore these hyperparameters, with the schedule `position` steps after its start."""
+        """Restore these hyperparameters, and set the schedule to `position` steps after its start."""
         for group, own in zip(setup.optimizer.param_groups, self.groups, strict=True):
             group.update(own)
         _restart(setup.schedule, self.schedule, position)
 
 
 def _restart(schedule: LRScheduler, first: dict[str, Any], position: int) -> None:
-    """Move a schedule to `position` steps after its start, at which its state was `first`. One that follows evaluations
-    keeps its reductions."""
+    """Move a schedule to `position` steps after its start, where its state was `first`. A schedule that follows
+    evaluations keeps its reductions."""
     if isinstance(schedule, SeveralSchedules):
         for name, own in schedule.by_name.items():
             _restart(own, first[name], position)
@@ -165,6 +165,6 @@ def _names(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[str]:
 
 
 def _unnamed(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, torch.Tensor]:
-    """The optimizer's parameters that the model does not register, by their name in checkpoints."""
+    """Parameters of the optimizer that the model does not register, by their names in checkpoints."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     return {name: p for name, p in zip(names, parameters, strict=True) if name.startswith(UNNAMED)}

@@ -1,7 +1,8 @@
-"""A training that waits after every evaluation for a decision: continue, stop, or save its state and wait again.
+"""Training that waits after every evaluation for a decision: continue, stop, or save its state and wait again.
 
-Early stopping and populations need this. The loop runs in a thread of rank 0's process and unchanged on other ranks;
-all ranks receive the decision before any of them takes another step, so stopping never interrupts a collective."""
+Early stopping and population-based training need this. The loop runs in a thread of rank 0's process, and unchanged on
+other ranks. All ranks receive the decision before any of them takes another step, so stopping never interrupts a
+collective."""
 
 import queue
 import threading
@@ -21,12 +22,12 @@ from scaleray.training.state.checkpointing import Checkpointing
 from scaleray.training.state.training_state import TrainState
 
 COURSE = "course"
-"""Key of a checkpoint's facts with the samples and seconds before it."""
+"""Key, among a checkpoint's facts, of the samples and seconds before it."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision after an evaluation: continue, stop, or, with `save_to`, save the state in that folder and wait
+    """Decision after an evaluation: continue, stop or, if `save_to` is set, save the state in that folder and wait
     again."""
 
     is_stop: bool = False
@@ -37,7 +38,7 @@ class Decision:
 class TrainingHistory:
     """History of a training up to its last step.
 
-    Seconds count only steps, without evaluations and waits."""
+    The seconds cover only steps, not evaluations and waits."""
 
     step: int = 0
     samples: int = 0
@@ -46,14 +47,14 @@ class TrainingHistory:
     step_times: list[tuple[int, float]] = field(default_factory=list)
     """(samples, seconds) of each step in this process."""
     more: dict[str, float] = field(default_factory=dict)
-    """Last value of each measurement that strategies and others add to a step."""
+    """Last value of each measurement that strategies and other parts add to a step."""
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples a second in steady state: without the first 20 % of the steps, at least 10 and at most half.
+        """Samples per second in steady state: without the first 20 % of the steps, but at least 10 and at most half of
+        them.
 
-        None below 2 steps.
-        """
+        None for fewer than 2 steps."""
         count = len(self.step_times)
         steady = self.step_times[min(max(10, count // 5), count // 2) :]
         total_s = sum(seconds for _, seconds in steady)
@@ -65,9 +66,9 @@ class TrainingHistory:
 
 
 class AskingCheckpointing(Checkpointing):
-    """Checkpoints instead of the config's own: saved on request, after evaluations. start_from: a folder given as
-    `save_to`, or None for the first step. ask: called on rank 0 with the number of steps after each evaluation but the
-    last; it may block. on_resumed: called with the facts of the checkpoint."""
+    """Checkpoints that are saved on request after evaluations, in place of the config's own. start_from: a folder
+    passed earlier as `save_to`, or None to start at the first step. ask: called on rank 0 with the number of steps
+    after each evaluation but the last; may block. on_resumed: called with the facts of the checkpoint."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class AskingCheckpointing(Checkpointing):
         self.paused_s = 0.0
 
     def find(self) -> int:
-        """The step to start from. Raises RunFailedError if the checkpoint cannot be used. Collective."""
+        """Return the step to start from. Raises RunFailedError if the checkpoint cannot be used. Collective."""
         step = super().find() if self.start_from else 0
         if self.start_from and self.resumed_from is None:
             raise RunFailedError(f"the state saved at {self.start_from} cannot be read")
@@ -98,11 +99,11 @@ class AskingCheckpointing(Checkpointing):
             self.on_resumed(self.resumed_from.facts)
 
     def signals(self) -> tuple[float, ...]:
-        """One number, since the loop shares signals only if there are some."""
+        """A single number, since the loop shares signals only if there are any."""
         return (0.0,)
 
     def asks_for_links(self, signals: Sequence[float]) -> bool:
-        """False: a trial gets no such requests, and its signals do not carry them."""
+        """False: trials receive no such requests, and their signals do not carry them."""
         return False
 
     def after_step(self, step: int, signals: tuple[float, ...]) -> bool:
@@ -121,7 +122,7 @@ class AskingCheckpointing(Checkpointing):
             self.paused_s += time.perf_counter() - started
 
     def finish(self, step: int) -> None:
-        """Do nothing: no state is saved at the end."""
+        """Do nothing, since no state is saved at the end."""
 
     def _save_to(self, folder: str, step: int) -> None:
         self.saver = Saver(
@@ -143,25 +144,25 @@ class AskingCheckpointing(Checkpointing):
 
 @dataclass(frozen=True)
 class Paused:
-    """The training waits after an evaluation."""
+    """Event: the training waits after an evaluation."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a training: with a summary, or with an error, which is LeftEarly after a stop."""
+    """Event: the training has ended, with a summary or with an error, which is LeftEarly after a stop."""
 
     summary: WorkerSummary | None = None
     error: BaseException | None = None
 
 
 Train = Callable[[Callable[[WorkerMessage], None], Callable[..., AskingCheckpointing]], WorkerSummary]
-"""Function that runs the loop on rank 0, given `emit` and a function that makes its checkpointing."""
+"""Function that runs the loop on rank 0. It takes `emit` and a function that makes its checkpointing."""
 
 
 class StepwiseTraining:
-    """Rank 0's training from the outside: `advance` to the next evaluation, `save`, `stop`. Not for several threads.
+    """Controls rank 0's training from outside: `advance` to the next evaluation, `save`, `stop`. Not thread-safe.
 
     train: runs the loop; called in a thread with `emit` and with a function of (job, place) that makes its
     checkpointing. pauses: False trains to the end without waiting. start_from: a folder from `save`."""
@@ -180,7 +181,8 @@ class StepwiseTraining:
         self._is_given_up = False
 
     def advance(self, timeout_s: float | None = None) -> Paused | Ended:
-        """Train up to the next evaluation or the end. Raises queue.Empty after `timeout_s`; call `wait` then."""
+        """Train up to the next evaluation or the end. Raises queue.Empty after `timeout_s`; in that case, call
+        `wait`."""
         if self.ended is not None:
             return self.ended
         if not self._thread.is_alive() and self._thread.ident is None:
@@ -190,7 +192,7 @@ class StepwiseTraining:
         return self.wait(timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> Paused | Ended:
-        """The next event, without a new request to the training."""
+        """Wait for the next event without making a new request to the training."""
         if self.ended is not None:
             return self.ended
         happened = self._happened.get(timeout=timeout_s)
@@ -201,19 +203,19 @@ class StepwiseTraining:
         return happened
 
     def give_up(self, error: BaseException) -> None:
-        """Raise this error in the waiting thread, since the training hangs. Called from another thread."""
+        """Raise this error in the waiting thread, because the training hangs. Called from another thread."""
         self._is_given_up = True
         self._happened.put(Ended(error=error))
 
     def save(self, folder: str) -> None:
-        """Save the state while the training waits. Raises the error if that fails."""
+        """Save the state while the training waits. If that fails, raises the error."""
         self._decisions.put(Decision(save_to=folder))
         happened = self.wait()
         if isinstance(happened, Ended):
             raise happened.error or RunFailedError("the training ended while it was saved")
 
     def stop(self, timeout_s: float = 30.0) -> bool:
-        """End a training that waits, or has not begun; returns false if it did not end in time."""
+        """End a training that is waiting or has not begun. Returns False if it did not end in time."""
         if self._thread.ident is None or self.ended is not None:
             return True
         self._decisions.put(Decision(is_stop=True))

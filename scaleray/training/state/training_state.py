@@ -1,7 +1,7 @@
-"""The whole state of a training between two steps, which a checkpoint holds and a resumed run starts from.
+"""Complete state of a training between two steps, which a checkpoint stores and a resumed run starts from.
 
-An item is tensors or small values under a name that a user understands, so that a difference after a resume can be
-traced to one of them."""
+An item consists of tensors or small values under a name that a user understands, so that a difference after a resume
+can be traced to one item."""
 
 import contextlib
 import hashlib
@@ -63,8 +63,8 @@ DEGREES = "degrees"
 
 @dataclass(frozen=True)
 class TrainState:
-    """The state of one worker's training. progress: saves and restores the loop's own counters, as JSON. callbacks: of
-    the workload, with their own state."""
+    """State of one worker's training. get_progress, set_progress: read and restore the loop's own counters, as JSON.
+    callbacks: those of the workload, with their own state."""
 
     setup: Setup
     place: RankContext
@@ -74,9 +74,9 @@ class TrainState:
     set_progress: Callable[[Values], None]
     callbacks: Callbacks | None = None
     unsaved: Callable[[], str] = str
-    """Text, once, about a part of the state that checkpoints do not hold; empty without one."""
+    """Warning, returned once, about a part of the state that checkpoints do not contain; empty if there is none."""
     attributes: Mapping[str, Any] = field(init=False)
-    """Plain attributes of the model's modules before the first step; those that differ later are state."""
+    """Plain attributes of the model's modules before the first step. Those that differ later are part of the state."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attributes", plain_attributes(self.setup.parallel.module))
@@ -84,8 +84,8 @@ class TrainState:
     def capture(self, *, is_saved: bool = False, is_own: bool = False) -> tuple[Tensors, set[str], dict[str, Values]]:
         """(references to tensors, names of those that a forward pass may change, values by item as JSON). Collective.
         is_saved: for a checkpoint, which holds the replicas' mean in addition to their differences. is_own: without
-        communication, for replicas whose callbacks have no state; other ranks' attributes are taken to be this one's.
-        """
+        communication, for replicas whose callbacks have no state; the attributes of other ranks are assumed to equal
+        this rank's."""
         module, parallel = self.setup.parallel.module, self.setup.parallel
         tensors, extra = model_state(module)
         optimizer_tensors, optimizer_values = optimizer_state(self.setup.optimizer, module)
@@ -132,8 +132,8 @@ class TrainState:
         return tensors, volatile, {item: as_json(item, value) for item, value in values.items()}
 
     def restore(self, manifest: Manifest, load: Callable[[Tensors], None]) -> None:
-        """Restore a checkpoint in place. load: fills tensors by name, see `sharded.load`. Collective if it is. Raises
-        CheckpointError for another model, and the errors of `load`."""
+        """Restore a checkpoint in place. load: fills tensors by name, see `sharded.load`. Collective if `load` is.
+        Raises CheckpointError for another model, and the errors of `load`."""
         module, optimizer, parallel = self.setup.parallel.module, self.setup.optimizer, self.setup.parallel
         for item in (MODEL, BUFFERS):
             saved = {name.partition(".")[2]: tensor for name, tensor in tensors_of(manifest, item).items()}
@@ -202,7 +202,7 @@ class TrainState:
             seed_everything(stream_seed(self.seed, "dropout", self.place.data_rank, manifest.step))
 
     def _merged(self, values: Values) -> Values:
-        """Rank 0's optimizer values with the parameters of all ranks, in rank order. Collective."""
+        """Rank 0's optimizer values, with the parameters of all ranks in rank order. Collective."""
         everyone = self.place.gathered(values)
         groups = [dict(group) for group in everyone[0]["groups"]]
         for number, group in enumerate(groups):
@@ -211,7 +211,7 @@ class TrainState:
         return {"groups": groups, "others": {k: v for theirs in everyone for k, v in theirs["others"].items()}}
 
     def digests(self) -> dict[str, str]:
-        """A hash of each item on this rank, to find the one that differs between two runs."""
+        """Hash of each item on this rank, for finding the one that differs between two runs."""
         tensors, _, values = self.capture()
         measured = {"training_time_s"}  # not computed
         noise = values[PROGRESS].get("noise_scale")
@@ -234,13 +234,14 @@ class TrainState:
         return {f"{AVERAGING}.{k}": v for k, v in self.setup.averaging.values.items()}
 
     def _own_attributes(self, by_rank: list[Values]) -> Values:
-        """This rank's attributes of a checkpoint; on another number of workers, those that were equal on all ranks."""
+        """This rank's attributes in a checkpoint. On another number of workers, those that were equal on all ranks."""
         if len(by_rank) == self.place.world_size:
             return by_rank[self.place.rank]
         return common_attributes(by_rank)
 
     def _each_ranks(self, values: Values) -> Values:
-        """The callbacks' values of every rank, by its number; only rank 0's if none has a state. Collective."""
+        """The callbacks' values of every rank, by rank number; only those of rank 0 if no callback has a state.
+        Collective."""
         have_state = self.callbacks is not None and self.callbacks.have_state
         everyone = self.place.gathered(values) if have_state else [values]
         return {f"{rank}": theirs for rank, theirs in enumerate(everyone)}
@@ -255,13 +256,13 @@ def _state_of(owner: Any, item: str) -> tuple[Tensors, Values]:
 
 
 def _restored(tensors: Tensors, prefix: str, values: Values) -> Values:
-    """The state dict from the parts made by `_state_of`."""
+    """Rebuild the state dict from the parts made by `_state_of`."""
     own = {k.removeprefix(f"{prefix}."): v for k, v in tensors.items() if k.startswith(f"{prefix}.")}
     return nested({**values, **own})
 
 
 def renormalised(module: nn.Module) -> set[str]:
-    """Parameters that a forward pass changes: embeddings with max_norm."""
+    """Parameters that a forward pass changes, namely those of embeddings with max_norm."""
     return {
         f"{name}.weight" if name else "weight"
         for name, part in module.named_modules()
@@ -270,7 +271,7 @@ def renormalised(module: nn.Module) -> set[str]:
 
 
 def model_state(module: nn.Module) -> tuple[Tensors, Values]:
-    """A model's tensors by name, including buffers that its state dict leaves out, and its other state.
+    """A model's tensors by name, including buffers that its state dict leaves out, and the rest of its state.
 
     A sparse buffer is stored as its parts, and not among the model's weights, which are dense."""
     state = module.state_dict()
@@ -289,9 +290,9 @@ def model_state(module: nn.Module) -> tuple[Tensors, Values]:
 
 
 def check_same_tensors(manifest: Manifest, model: Mapping[str, torch.Tensor], *, is_part: bool = False) -> None:
-    """Check that the checkpoint holds the tensors of this model, or of the whole model that it is a part of.
+    """Check that the checkpoint has the tensors of this model, or of the whole model of which it is a part.
 
-    Raises CheckpointError with the first that differs."""
+    Raises CheckpointError naming the first tensor that differs."""
     saved = {
         name: f"{list(t.shape)} {t.dtype}"
         for item in (MODEL, BUFFERS)

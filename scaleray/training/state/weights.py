@@ -40,13 +40,15 @@ if TYPE_CHECKING:
     from scaleray.strategies.contract.weight_shares import Placed, WeightShare
 
 PENDING = "index.pending.json"
-"""File in such a folder with the future index, while files are being written."""
+"""File in such a folder that becomes the index; it exists while files are being written."""
 MAX_FILE_BYTES = 5 * 10**9
-"""Largest size of a file in bytes: larger shares become several files, as transformers' `save_pretrained` cuts them."""
+"""Maximum size of a file in bytes. Larger shares are split into several files, as in transformers'
+`save_pretrained`."""
 
 
 def file_names(layout: Mapping[str, Placed], *, max_bytes: int = MAX_FILE_BYTES) -> dict[str, str]:
-    """The file of each tensor: each rank's tensors are in separate files, of at most `max_bytes` or one tensor."""
+    """File of each tensor. Each rank's tensors are in separate files, each of at most `max_bytes` or a single
+    tensor."""
     numbers: dict[str, tuple[int, int]] = {}
     filled: dict[int, tuple[int, int]] = {}
     for name, (rank, num_bytes) in layout.items():
@@ -84,7 +86,7 @@ def save_weights(
 
 
 def forget(run_path: str) -> None:
-    """Remove the indexes of a run that continues: the files in its folders are no longer complete."""
+    """Remove the indexes of a run that is about to continue, since the files in its folders are no longer complete."""
     store = Store(run_path)
     for name in (FINAL_WEIGHTS, TRAINED_WEIGHTS, ADAPTERS):
         for file in (f"{name}/{INDEX}", f"{name}/{PENDING}", sums_name(f"{name}/{INDEX}")):
@@ -92,9 +94,9 @@ def forget(run_path: str) -> None:
 
 
 def complete(run_path: str, name: str = FINAL_WEIGHTS) -> dict[str, StoredFile]:
-    """Complete the weights of a run whose workers have all ended well, and write the hashes of their files. Returns the
-    hashes by the files' names in the run folder; none if it wrote no weights. name: as in `save_weights`. Removes files
-    of earlier attempts. Raises StorageError for a file that is missing or torn."""
+    """Complete the weights of a run whose workers have all ended successfully, and write the hashes of their files.
+    Returns the hashes by the files' names in the run folder; none if the run wrote no weights. name: as in
+    `save_weights`. Removes files of earlier attempts. Raises StorageError if a file is missing or truncated."""
     store = Store(run_path)
     folder, plain = store.child(name), plain_file(name)
     if folder.size(PENDING) is None:
@@ -107,7 +109,7 @@ def complete(run_path: str, name: str = FINAL_WEIGHTS) -> dict[str, StoredFile]:
             raise StorageError(
                 folder.path(file),
                 "missing or torn" if found is None else f"incomplete, with {len(found)} tensors",
-                f"it should have {len(expected)} tensors, as every worker has ended",
+                f"it should have {len(expected)} tensors, since every worker has ended",
                 f"scaleray train --resume {shlex.quote(store.path('').rstrip('/'))}",
             )
     folder.write_text(INDEX, json.dumps(index, indent=2))
@@ -122,9 +124,9 @@ def complete(run_path: str, name: str = FINAL_WEIGHTS) -> dict[str, StoredFile]:
 def read_weights(
     run_path: str | Path, name: str = FINAL_WEIGHTS, *, recorded: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Weights in a local run folder as a state dict, in either form. name: as in `save_weights`.
+    """Read the weights in a local run folder as a state dict, in either form. name: as in `save_weights`.
 
-    recorded: their hashes in the run's record; None takes those in the folder. Raises CheckpointError."""
+    recorded: hashes in the run's record; None uses those in the folder. Raises CheckpointError."""
     # with torch's own checkpoints, which drivers do without
     from scaleray.checkpoints.final_file import FinalFile
     from scaleray.checkpoints.hugging_face import ModelFolder
@@ -134,7 +136,7 @@ def read_weights(
         return ModelFolder.open(str(path / name), recorded=recorded).read()
     if not (path / plain).exists():
         absent = f"are missing: neither {plain} nor {name}/{INDEX} exists"
-        hint = "a run writes them when it ends well"
+        hint = "a run writes them when it ends successfully"
         raise CheckpointError.problem(f"the final weights of {path}", absent, hint)
     return dict(FinalFile.read(Store(str(path)), plain, recorded=recorded).tensors)
 
@@ -160,7 +162,8 @@ def _write_files(share: WeightShare, folder: Store, *, is_first: bool, max_bytes
 
 
 def _tensors_in(folder: Store, file: str) -> set[str] | None:
-    """Names of the tensors of a whole safetensors file; None for a missing, truncated or other file."""
+    """Names of the tensors in a complete safetensors file; None if the file is missing, truncated or of another
+    kind."""
     size = folder.size(file)
     if size is None or size < 8:
         return None

@@ -1,7 +1,7 @@
-"""Smaller micro-batches when memory runs out: all ranks repeat the step with halves of them.
+"""Smaller micro-batches when memory runs out: all ranks repeat the step with micro-batches of half the size.
 
-Possible while no gradient of the step has been communicated, that is, before the last backward pass, or on one worker
-before its end."""
+This is possible while no gradient of the step has been communicated: before the last backward pass or, on one worker,
+at any time before the end of the step."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,26 +19,26 @@ from scaleray.training.setup.rank_context import RankContext
 
 
 class MemoryRanOut(Exception):
-    """Memory ran out on some rank, before anything was communicated; raised on all ranks."""
+    """Memory ran out on some rank before anything was communicated. Raised on all ranks."""
 
 
 class OutOfMemory(MemoryError):
-    """Memory ran out, and no smaller micro-batch is left."""
+    """Memory ran out, and micro-batches cannot be made smaller."""
 
 
 class BackOff:
-    """State that is needed to repeat a step. Without `memory.on_out_of_memory: halve` it does nothing."""
+    """State needed to repeat a step. Without `memory.on_out_of_memory: halve` it does nothing."""
 
     def __init__(self, config: RunConfig, setup: Setup, place: RankContext) -> None:
         self.setup, self.place = setup, place
         self.is_on = config.memory.on_out_of_memory == "halve"
 
     def buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The model's buffers and their current values, before a step that may be repeated."""
+        """The model's buffers with their current values, stored before a step that may be repeated."""
         return [(b, b.clone()) for b in dense_buffers(self.setup.parallel.module)] if self.is_on else []
 
     def caught(self, *, here: bool = True) -> contextlib.AbstractContextManager[list[str]]:
-        """Catch a memory error if the step can be repeated; the list then has its text."""
+        """Catch an out-of-memory error if the step can be repeated; the list then contains its text."""
         return self._catching() if self.is_on and here else contextlib.nullcontext([])
 
     @contextlib.contextmanager
@@ -53,10 +53,9 @@ class BackOff:
             shortage.append(first_line(exc))
 
     def agree_on(self, shortage: list[str]) -> None:
-        """Raise MemoryRanOut on all ranks if memory ran out on any: no gradient has been communicated yet.
+        """Raise MemoryRanOut on all ranks if memory ran out on any of them. So far no gradient has been communicated.
 
-        Collective.
-        """
+        Collective."""
         if not self.is_on:
             return
         is_short = torch.tensor(float(bool(shortage)), device=self.place.device)
@@ -66,7 +65,8 @@ class BackOff:
             raise MemoryRanOut(shortage[0] if shortage else "on another worker")
 
     def halved(self, recipe: Recipe, why: str, buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> Recipe:
-        """The recipe with micro-batches of half the size, and everything else restored to before the failed step."""
+        """Recipe with micro-batches of half the size. Everything else is restored to its state before the failed
+        step."""
         size = recipe.micro_batch_size
         smaller = largest_divisor(recipe.per_worker_batch_size, at_most=size // 2)
         if smaller is None:

@@ -13,8 +13,8 @@ from scaleray.training.setup.rank_context import RankContext
 
 
 def structure(batch: Any, path: str = "", *, with_sizes: bool = False) -> list[str]:
-    """Name, type and number of dimensions of every tensor of a batch, and the type of everything else. with_sizes: the
-    sizes of dimensions instead of their number."""
+    """Name, type and number of dimensions of every tensor in a batch, and the type of everything else. with_sizes:
+    include the sizes of dimensions instead of only their number."""
     if isinstance(batch, torch.Tensor):
         size = " x ".join(map(str, batch.shape)) if with_sizes else f"{batch.ndim} dimensions"
         return [f"{path or 'a tensor'}: {str(batch.dtype).removeprefix('torch.')}, {size}"]
@@ -29,8 +29,8 @@ def structure(batch: Any, path: str = "", *, with_sizes: bool = False) -> list[s
 
 
 def check_same_structure(batch: Any, place: RankContext, collate: Any) -> None:
-    """Raise WorkloadError, on every rank, if the batches from `collate` differ between ranks in their structure, or,
-    among the workers of one replica, which have the same rows, in a size. Collective."""
+    """Raise WorkloadError on every rank if batches from `collate` differ in structure between ranks. Workers of one
+    replica have the same rows, so sizes must agree between them as well. Collective."""
     if place.world_size == 1:
         return
     lines = structure(batch)
@@ -45,7 +45,7 @@ def check_same_structure(batch: Any, place: RankContext, collate: Any) -> None:
             (0, everyone[0]),
             (other, everyone[other]),
             "its batches must have the same names, types and numbers of dimensions for all rows",
-            "make every column for every micro-batch, whatever its rows hold; lengths may differ",
+            "return every column for every micro-batch, whatever its rows contain; lengths may differ",
         )
     if place.mesh.model == 1:
         return

@@ -37,14 +37,14 @@ from scaleray.workload import call_user_code, outputs_go_to, own_method
 
 
 class NamedSums:
-    """Sum of sums and counts over all workers. It takes one all-reduce, unless a name appears for the first time."""
+    """Adds up sums and counts over all workers. Takes one all-reduce, unless a name appears for the first time."""
 
     def __init__(self, place: RankContext) -> None:
         self.place = place
         self._known: tuple[str, ...] = ()  # the same on all workers
 
     def __call__(self, own: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
-        """(sum, count) over all workers, of every name that at least one of them has now. Collective."""
+        """(sum, count) over all workers, for every name that at least one of them has now. Collective."""
         if self.place.world_size == 1:
             return {name: own[name] for name in sorted(own)}
         while True:
@@ -60,10 +60,10 @@ class NamedSums:
 
 
 class OwnEvaluation:
-    """Calls a workload's `evaluate`, if it has one; each worker may run as many passes as it likes.
+    """Calls a workload's `evaluate`, if it has one, in which each worker may run any number of passes.
 
-    If passes communicate, workers compute on whole copies of the model, and those of one replica, which have the same
-    rows, divide its batches. Raises ConfigError or WorkloadError if there is no room for copies.
+    If passes communicate, workers use whole copies of the model, and the workers of one replica, which have the same
+    rows, divide its batches among them. Raises ConfigError or WorkloadError if there is not enough memory for copies.
     """
 
     def __init__(self, job: TrainJob, setup: Setup, place: RankContext) -> None:
@@ -77,7 +77,7 @@ class OwnEvaluation:
 
     @contextlib.contextmanager
     def with_weights(self) -> Iterator[None]:
-        """Context of an evaluation with the weights at its beginning. Collective."""
+        """Context of an evaluation that uses the weights at its beginning. Collective."""
         if self._whole is None:
             yield
             return
@@ -86,7 +86,7 @@ class OwnEvaluation:
             yield
 
     def sums(self, split: str, batches: Iterable[Any]) -> dict[str, Any]:
-        """Sums and counts of this rank by name; nothing for a workload without `evaluate`. batches: of this rank,
+        """Sums and counts of this rank by name; empty for a workload without `evaluate`. batches: those of this rank,
         without placeholders."""
         if self._evaluate is None:
             return {}
@@ -108,10 +108,9 @@ class OwnEvaluation:
 
 
 class Best:
-    """Best value of an evaluated metric: `stop.watch`, or else `checkpoint.best`. Without either it does nothing.
+    """Best value of an evaluated metric, `stop.watch` or else `checkpoint.best`; does nothing without either.
 
-    value, step: the best value so far, and its step. num_since: evaluations since then.
-    """
+    value, step: the best value so far, and its step. num_since: number of evaluations since then."""
 
     def __init__(self, config: RunConfig) -> None:
         watched = config.stop.watch or config.checkpoint.best
@@ -139,7 +138,7 @@ class Best:
         return f"no better {self.metric} in {self.num_since} evaluations: the best was {was}"
 
     def values(self) -> dict[str, Any]:
-        """The best evaluation, for the record; empty before there is one."""
+        """The best evaluation, for the record; empty before the first one."""
         return {"metric": self.metric, "value": self.value, "step": self.step} if self.step >= 0 else {}
 
     def state(self) -> dict[str, Any] | None:
@@ -162,8 +161,7 @@ KEPT_BYTES = 2**26  # a split up to this size per worker is read once and kept, 
 class Evaluations:
     """A run's evaluations.
 
-    metrics: results of the last one; step: the step before it, -1 before the first.
-    """
+    metrics: results of the last one. step: number of the step before it; -1 before the first evaluation."""
 
     def __init__(self, place: RankContext, input: Input, enter: Callable[[Phase], object], config: RunConfig) -> None:
         self.place, self.input, self.enter, self.best = place, input, enter, Best(config)
@@ -175,8 +173,8 @@ class Evaluations:
     def prepare(self, job: TrainJob, setup: Setup) -> None:
         """Use this job and its micro-batch size for all further evaluations. Collective.
 
-        Raises ConfigError for a split that does not exist, and for an `evaluate` that has no room under the strategy.
-        """
+        Raises ConfigError for a split that does not exist, and for an `evaluate` for which the strategy leaves no
+        memory."""
         if self._own is None:
             self._own = OwnEvaluation(job, setup, self.place)
         self.setup, self.target, self.every = setup, job.config.stop.at, job.recipe.evaluate_every_steps
@@ -202,7 +200,7 @@ class Evaluations:
         ]
 
     def run(self, step: int, evaluators: Sequence[Evaluator]) -> EvaluationRecord:
-        """Run these evaluators, with the parameters averaged over replicas if they differ. Collective."""
+        """Run these evaluators, on the mean of the parameters if replicas differ. Collective."""
         assert self._own is not None
         started = time.perf_counter()
         parallel = self.setup.parallel
@@ -219,8 +217,8 @@ class Evaluations:
         return EvaluationRecord(step, dict(self.metrics), time.perf_counter() - started)
 
     def follow(self) -> str | None:
-        """Let a learning rate that follows evaluations use the last one. Returns the new rate if it changed. Raises
-        ConfigError if the evaluation lacks the metric."""
+        """Update a learning rate that follows evaluations, using the last one. Returns the new rate if it changed.
+        Raises ConfigError if the evaluation lacks the metric."""
         if self._followed is None:
             return None
         if self._followed not in self.metrics:
@@ -239,7 +237,7 @@ class Evaluations:
             raise unknown_metric(self.best.key, self.best.metric, self.metrics)
 
     def target_reached(self, step: int) -> str | None:
-        """The verdict of a run whose evaluation after `step` has reached its target, or ended its patience."""
+        """Verdict of a run if its evaluation after `step` has reached the target or exhausted the patience."""
         if self.step != step:
             return None
         if self.target is not None and self.target.is_reached(self.metrics):
@@ -268,8 +266,8 @@ class Evaluations:
 
 
 class Evaluator:
-    """Evaluates one split; `open_stream` gives this worker's batches of it, in file order. global_batch_size: rows at a
-    time for a loss over the whole batch."""
+    """Evaluates one split. `open_stream` returns this worker's batches of it, in file order. global_batch_size: number
+    of rows over which a loss over the whole batch is computed."""
 
     def __init__(
         self,
@@ -296,7 +294,7 @@ class Evaluator:
         self._kept: list[RankBatch] | None = None
 
     def run(self) -> dict[str, float]:
-        """`name/loss` and the workload's metrics, over every row of the split once. Collective."""
+        """Compute `name/loss` and the workload's metrics, over every row of the split once. Collective."""
         module = self.setup.parallel.module
         totals: dict[str, torch.Tensor] = {}  # sum and count on the device, which is read once
         self._objects.reset()
@@ -334,7 +332,7 @@ class Evaluator:
         return result
 
     def _aside(self) -> contextlib.AbstractContextManager[Any]:
-        """Context for measuring a placeholder, for workloads that accumulate their own measurements."""
+        """Context for passing a placeholder through the model, for workloads that accumulate their own measurements."""
         aside = own_method(self.workload, "aside")
         return aside() if aside is not None else contextlib.nullcontext()
 
@@ -367,14 +365,14 @@ class Evaluator:
         return user_batch(self.workload, rows, self.place.device, dtype, gives_tuples=self.gives_tuples)
 
     def _with_rows(self) -> Iterator[Any]:
-        """This rank's batches in the form of the workload, without placeholders."""
+        """This rank's batches in the workload's form, without placeholders."""
         for batch in self._batches():
             self.enter(Phase.EVALUATION)
             if batch.num_rows:
                 yield self._rows(batch)
 
     def _with_gradients_if_needed(self, measure: Callable[[], Any]) -> Any:
-        """The loss of a micro-batch, with gradients only if it fails without them, as a penalty on gradients does."""
+        """Loss of a micro-batch, computed with gradients only if it fails without them, as a gradient penalty does."""
 
         if not self._needs_gradients:
             try:
@@ -403,13 +401,13 @@ class Evaluator:
 
 
 def whole(batch: RankBatch) -> list[tuple[int, int]]:
-    """Bounds of the single micro-batch of an evaluation's batch, also for a placeholder."""
+    """Bounds of the single micro-batch of an evaluation batch, also for a placeholder."""
     return [(0, rows_in(batch.columns))]
 
 
 def _followed_metric(job: TrainJob, schedule: Any) -> str | None:
-    """The metric that the learning rate follows; None if it follows none. Raises ConfigError or WorkloadError if that
-    is impossible."""
+    """Metric that the learning rate follows; None if it follows none. Raises ConfigError or WorkloadError if it cannot
+    be followed."""
     if not hasattr(schedule, "follow_evaluation") or not schedule.plateaus:
         return None
     names = decisive_splits(job)
@@ -418,8 +416,8 @@ def _followed_metric(job: TrainJob, schedule: Any) -> str | None:
     if job.is_only_measured and metric.partition("/")[0] not in names:
         return None
     if job.config.evaluation.every is None and not job.is_only_measured:
-        allowed = "it follows evaluations, and evaluation.every is not given"
-        raise WorkloadError("schedule()", "ReduceLROnPlateau", allowed, "such as --evaluation.every '1 epoch'")
+        allowed = "it follows evaluations, but evaluation.every is not set"
+        raise WorkloadError("schedule()", "ReduceLROnPlateau", allowed, "set it: --evaluation.every '1 epoch'")
     check_split("schedule.watch", text, job)
     if wrong := [plateau.mode for plateau in schedule.plateaus if plateau.mode != direction]:
         allowed = f"it follows {text}"
@@ -448,10 +446,9 @@ def unknown_metric(key: str, text: str, known: Iterable[str]) -> ConfigError:
 
 @contextlib.contextmanager
 def evaluation_mode(module: nn.Module, *, with_gradients: bool = False) -> Iterator[None]:
-    """Evaluation mode, in general without gradients.
+    """Evaluation mode, usually without gradients.
 
-    Each module returns to its own mode afterwards: a workload may leave frozen parts in evaluation mode.
-    """
+    Afterwards each module returns to its own mode, since a workload may leave frozen parts in evaluation mode."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

@@ -1,4 +1,4 @@
-"""Check the rows and the loss of the first batch, before training could hide a fault."""
+"""Check the rows and the loss of the first batch, before training can hide a fault."""
 
 import contextlib
 import math
@@ -32,13 +32,13 @@ from scaleray.workload import call_user_code, own_method
 
 MOST_ROWS = 8
 DRAWS = 5
-"""Number of computations of a loss that works only in training mode, where dropout and the like make each one
-different."""
+"""Number of times that a loss is computed if it works only in training mode, where dropout and the like make each
+result different."""
 
 ROUNDING = {"fp64": 2e-5, "fp32": 2e-5, "tf32": 2e-3}
-"""Largest relative difference of a sum from that of its halves, which other kernels compute; in fp64 a loss may still
-compute in float32. Before training, rows have similar losses, so a mean over something else differs little from one
-over rows."""
+"""Largest accepted relative difference between a sum and that of its halves, which other kernels may compute; in fp64 a
+loss may still compute in float32. Rows have similar losses before training, so a mean over something other than rows
+would differ little from one over rows."""
 
 Result = TypeVar("Result")
 
@@ -54,12 +54,11 @@ def check_first_batch(
     micro_batch_size: int,
     evaluated: Sequence[str] = (),
 ) -> Any:
-    """Run a few rows of the first batch as in training, to find faults of the data or the loss.
+    """Run a few rows of the first batch as in training, to find faults in the data or the loss.
 
-    Returns the mean count per row over all ranks; None if no row counts. With several losses: counts by name, without
-    zeros. evaluated: names of the splits whose loss will be needed, in evaluation
-    mode. Changes neither parameters nor buffers nor random numbers nor gradients. Collective. Raises DataError or
-    WorkloadError."""
+    Returns the mean count per row over all ranks; None if no row counts. With several losses, returns counts by name,
+    without zeros. evaluated: names of the splits whose loss will be needed in evaluation mode. Leaves parameters,
+    buffers, random numbers and gradients unchanged. Collective. Raises DataError or WorkloadError."""
     raise_on_all_ranks(place, lambda: _check_finite(batch))
     sizes = {"gives_tuples": gives_tuples, "micro_batch_size": micro_batch_size}
     losses = losses_of(workload)
@@ -111,7 +110,7 @@ def _look_at_loss(
 
 
 class _FirstBatchCheck:
-    """Losses of a few rows of the first batch."""
+    """Computes and checks the losses of a few rows of the first batch."""
 
     def __init__(
         self,
@@ -135,7 +134,7 @@ class _FirstBatchCheck:
         self.model: nn.Module | None = None  # for the user's code, where it is not the one of the set-up
 
     def at_all(self, config: RunConfig, evaluated: Sequence[str]) -> float | None:
-        """Each computation of the loss; its counts, see `as_in_training`."""
+        """Run each computation of the loss. Returns its counts, see `as_in_training`."""
         count = self.as_in_training(config)
         self.whether_it_is_a_sum(config)
         if evaluated:
@@ -143,9 +142,9 @@ class _FirstBatchCheck:
         return count
 
     def as_in_training(self, config: RunConfig) -> float | None:
-        """One pass in training mode, with gradients: its count, or None if memory ran out.
+        """Run one pass in training mode, with gradients, and return its count, or None if memory ran out.
 
-        Raises errors of the loss: on one worker, also those that the strategy would cause on several."""
+        Raises errors of the loss; on one worker, also those that the strategy would cause on several."""
         module = self.setup.parallel.module
 
         def loss() -> tuple[float, float]:
@@ -176,7 +175,7 @@ class _FirstBatchCheck:
         return count
 
     def _explain_missing_column(self, error: WorkloadError) -> None:
-        """Raise an error with the existing columns, if the loss failed because one is missing."""
+        """Raise an error that lists the existing columns, if the loss failed because one is missing."""
         missing = error.__cause__.args[:1] if isinstance(error.__cause__, KeyError) else ()
         made_elsewhere = self.gives_tuples or own_method(self.workload, "collate") is not None
         if made_elsewhere or not missing or not isinstance(missing[0], str) or missing[0] in self.columns:
@@ -189,16 +188,16 @@ class _FirstBatchCheck:
         ) from error.__cause__
 
     def _asks_for(self, name: str) -> bool:
-        """Whether the loss, computed again, reads a column of that name from the batch itself."""
+        """Whether the loss, when computed again, reads a column of that name from the batch itself."""
         batch = _Noting(self.batch_of(np.arange(self.rows_with_gradients)))
         with contextlib.suppress(Exception):
             self.setup.parallel.run_alone(lambda model: self.workload.loss(self._model_or(model), batch))
         return name in batch.missed
 
     def whether_it_is_a_sum(self, config: RunConfig) -> None:
-        """Raise WorkloadError if the loss is a mean, or depends on the division of a batch without declaring it.
+        """Raise WorkloadError if the loss is a mean, or if it depends on how a batch is divided without declaring this.
 
-        Uses evaluation mode if the loss works there: dropout, and statistics of a batch, change with the rows and from
+        Uses evaluation mode if the loss works there, since dropout and batch statistics vary with the rows and from
         pass to pass."""
         module = self.setup.parallel.module
         if has_batch_loss(self.workload):
@@ -225,15 +224,15 @@ class _FirstBatchCheck:
                 return
 
     def _may_differ(self, found: list[tuple[float, float]] | None, config: RunConfig) -> bool:
-        """Whether the loss of some rows is not the sum of those of their halves; on any rank, if ranks must act alike.
-        Never for a loss that is declared to depend on it."""
+        """Whether the loss of some rows may differ from the sum over their halves; on any rank, if ranks must act
+        alike. Never for a loss that is declared to depend on the division."""
         if getattr(self.workload, "depends_on_micro_batch", False):
             return False
         differs = found is not None and len(found) == 3 and apart(found[0], found[1], found[2], rounding_of(config))
         return bool(self.place.all_reduce_max([float(differs)])[0]) if self.ranks_agree else differs
 
     def _check_cut(self, found: list[tuple[float, float]], rounding: float, rows: int) -> None:
-        """Raise WorkloadError for a loss that depends on the division of a batch: the workload's own error, if it has
+        """Raise WorkloadError for a loss that depends on how a batch is divided, or the workload's own error if it has
         one."""
         if len(found) < 3 or not apart(found[0], found[1], found[2], rounding):
             return
@@ -245,12 +244,13 @@ class _FirstBatchCheck:
         words = to_text(whole, first, second, (rows, rows // 2, rows - rows // 2)).removeprefix("it ")
         raise WorkloadError.problem(
             "loss()", f"{words}, so the training depends on micro-batches and the number of workers",
-            "define outputs() and batch_loss() instead of loss() for one over the whole batch, or compute the loss "
+            "for a loss over the whole batch, define outputs() and batch_loss() instead of loss(), or compute the loss "
             "of a row from that row alone; depends_on_micro_batch = True in the workload accepts it",
         )  # fmt: skip
 
     def whether_it_can_be_evaluated(self, splits: Sequence[str]) -> None:
-        """Raise WorkloadError for a loss that works only in training mode, if evaluations have no other."""
+        """Raise WorkloadError for a loss that works only in training mode, if evaluations have nothing else to
+        compute."""
         metrics = getattr(self.workload, "metrics", None)
         if self.can_be_evaluated:
             return
@@ -262,19 +262,20 @@ class _FirstBatchCheck:
         raise WorkloadError.problem(
             "loss()",
             f"fails in evaluation mode: the loss of {', '.join(splits)} is needed there",
-            "return `loss` among metrics(), which is then used instead; or leave out the split",
+            "return `loss` from metrics(), which is then used instead, or leave out the split",
         )
 
     def _halves(self, with_gradients: bool) -> list[tuple[float, float]]:
-        """(sum, count) of some rows, and of their first and second half, if there are two of them."""
+        """(sum, count) of some rows, and of their first and second halves if there are at least two rows."""
         rows = self.rows_with_gradients if with_gradients else self.rows
         cuts = [(0, rows), (0, rows // 2), (rows // 2, rows)] if rows >= 2 else [(0, rows)]
         return [self._loss(np.arange(*cut)) for cut in cuts]
 
     def _repeated(self, with_gradients: bool) -> tuple[int, list[tuple[float, float]], list[tuple[float, float]]]:
-        """Number of repetitions of one or two rows, and (sum, count) of them and of their repetition, `DRAWS` times.
+        """Number of repetitions of one or two rows, and (sum, count) of the rows and of their repetition, computed
+        `DRAWS` times.
 
-        Statistics of a batch are the same for both."""
+        Batch statistics are the same for both."""
         most = self.rows_with_gradients if with_gradients else MOST_ROWS
         few = np.arange(min(self.rows, max(1, min(2, most // 4))))
         times = most // len(few)
@@ -295,13 +296,14 @@ class _FirstBatchCheck:
         return model if self.model is None else self.model
 
     def batch_of(self, index: np.ndarray) -> Any:
-        """These rows as a micro-batch."""
+        """Make a micro-batch of these rows."""
         rows = {n: v[index] for n, v in self.columns.items()}
         dtype = self.setup.precision.input_dtype
         return user_batch(self.workload, rows, self.place.device, dtype, gives_tuples=self.gives_tuples)
 
     def _attempt(self, measure: Callable[[], Result]) -> Result | None:
-        """Result of the measurement; None if the user's code fails on this rank or, if ranks must act alike, on any."""
+        """Result of the measurement. None if the user's code fails on this rank or, if ranks must act alike, on any
+        rank."""
         found: Result | None = None
         try:
             found = measure()
@@ -314,7 +316,7 @@ class _FirstBatchCheck:
 
 
 class _Noting(dict[str, Any]):
-    """A batch that notes the missing columns that were read from it."""
+    """Batch that records which missing columns were read from it."""
 
     def __init__(self, columns: Any) -> None:
         super().__init__(columns)
@@ -326,7 +328,7 @@ class _Noting(dict[str, Any]):
 
 
 def apart(whole: tuple[float, float], first: tuple[float, float], second: tuple[float, float], rounding: float) -> bool:
-    """Whether sum or count of some rows differ from those of their halves by more than rounding explains."""
+    """Whether the sum or count of some rows differs from that of their halves by more than rounding explains."""
     if not all(map(math.isfinite, (*whole, *first, *second))):
         return False
     least = 1e-2 * rounding * max(1.0, whole[1])  # of a loss near zero
@@ -339,7 +341,7 @@ def apart(whole: tuple[float, float], first: tuple[float, float], second: tuple[
 def to_text(
     whole: tuple[float, float], first: tuple[float, float], second: tuple[float, float], rows: tuple[int, int, int]
 ) -> str:
-    """Difference of the value of some rows from that of their halves, as text."""
+    """Describe how the value of some rows differs from that of their halves."""
     halves = first[0] + second[0], first[1] + second[1]
     one, other = (total / count if count else math.nan for total, count in (whole, halves))
     by = f"{abs(other - one) / abs(one):.2g} of it apart" if one else f"{abs(other - one):.2g} apart"
@@ -351,7 +353,7 @@ def to_text(
 
 
 def rounding_of(config: RunConfig) -> float:
-    """Largest relative difference of a sum from that of its halves, in the precision of a config."""
+    """Largest accepted relative difference between a sum and that of its halves, in the precision of a config."""
     return ROUNDING.get("tf32" if config.precision.tf32 else config.precision.dtype, 1e-2)
 
 
@@ -368,9 +370,9 @@ def _check_halves(
 
 
 def _check_repeated(times: int, once: list[tuple[float, float]], repeated: list[tuple[float, float]]) -> None:
-    """Raise WorkloadError if the loss is a mean: a sum grows with the rows, a mean does not.
+    """Raise WorkloadError if the loss is a mean: a sum grows with the number of rows, a mean does not.
 
-    All draws must show it, since noise could look the same."""
+    All draws must show this, since noise could look the same."""
     few, many = [abs(total) for total, _ in once], [abs(total) for total, _ in repeated]
     signs = {math.copysign(1, total) for total, _ in (*once, *repeated)}
     if (
@@ -392,7 +394,7 @@ def _a_mean(what: str) -> WorkloadError:
         "loss()",
         f"a mean {what}",
         "it must return the sum over the micro-batch",
-        "use reduction='sum'; scaleray divides by the count of all workers",
+        "use reduction='sum': scaleray divides by the count of all workers",
     )
 
 
@@ -407,8 +409,8 @@ def _with_explanation(call: Any) -> Any:
 
 
 def raise_on_all_ranks(place: RankContext, look: Callable[[], Result]) -> Result:
-    """Result of `look` on this rank. If it raises DataError or WorkloadError on any rank, all raise: their own error,
-    or that of the first rank that has one. Collective, around code that is not collective."""
+    """Return the result of `look` on this rank. If it raises DataError or WorkloadError on any rank, all ranks raise:
+    their own error, or that of the first rank that has one. Collective, around code that is not collective."""
     result: list[Result] = []
     error: Exception | None = None
     try:

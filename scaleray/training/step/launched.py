@@ -1,4 +1,4 @@
-"""A step that was given to the device, and its resulting numbers."""
+"""Step that has been launched on the device, and the numbers that result from it."""
 
 import math
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from scaleray.records.run_record import StepRecord
 from scaleray.strategies.contract.numbers import Number, Truth, Unread
 
 UNKNOWN = {"step": 0, "num_samples": 0, "learning_rate": 0.0, "step_time_s": 0.0, "input_wait_s": 0.0, "epoch": 0.0}
-"""Facts of a step taken without the loop."""
+"""Facts of a step that is taken without the loop."""
 
 
 @dataclass
 class LaunchedStep:
-    """A step that this worker has given to its device, with numbers that are not read while the host runs ahead.
-    `result` waits for them. is_own: whether loss and count are those of this rank's samples alone."""
+    """Step that this worker has launched on its device, whose numbers are not read while the host runs ahead. `result`
+    waits for them. is_own: whether loss and count cover only this rank's samples."""
 
     loss: Number
     count: Number
@@ -28,7 +28,7 @@ class LaunchedStep:
     is_own: bool = False
 
     def begin_copy(self, signals: Sequence[Number]) -> None:
-        """Copy the numbers to the host, with signals that the ranks shared, without waiting."""
+        """Start to copy the numbers, and the signals shared by the ranks, to the host, without waiting."""
         numbers = [self.loss, self.count, self.grad_norm, self.is_finite, self.loss_scale, *self.nonfinite, *signals]
         self._numbers = Unread(numbers)
 
@@ -58,7 +58,7 @@ class LaunchedStep:
 
 
 class Launched(Protocol):
-    """A step, of one loss or several, that this worker has given to its device."""
+    """Step with one or several losses that this worker has launched on its device."""
 
     def wait(self) -> None: ...
 

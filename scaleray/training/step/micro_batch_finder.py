@@ -1,8 +1,8 @@
-"""The largest micro-batch that fits, found by training steps under the real strategy, which are then undone.
+"""Find the largest micro-batch that fits, by training steps under the real strategy and undoing them.
 
-Peak memory grows nearly in a straight line with the micro-batch, so two small trials determine the next size: running
-out of memory, which ranks in the middle of a collective could not agree on, is the exception. The result was tried on
-all ranks together."""
+Peak memory grows almost linearly with the micro-batch, so two small trials determine the next size. Memory therefore
+rarely runs out, on which ranks in the middle of a collective could not agree. The result has been tried on all ranks
+together."""
 
 import contextlib
 import copy
@@ -37,7 +37,7 @@ NUM_STEPS = 2  # the second begins with the optimizer's state
 
 @dataclass(frozen=True)
 class Trial:
-    """One size, on the worker that needed most memory. peak_bytes: infinite if memory ran out."""
+    """One size, on the worker that needed the most memory. peak_bytes: infinite if memory ran out."""
 
     micro_batch_size: int
     fits: bool
@@ -57,7 +57,7 @@ class Found:
 
     @property
     def headroom_share(self) -> float:
-        """Share of the limit that the fullest worker leaves free."""
+        """Share of the limit that is left free on the worker that uses the most memory."""
         peak = next(t.peak_bytes for t in self.trials if t.micro_batch_size == self.micro_batch_size)
         return 1.0 - peak / self.limit_bytes
 
@@ -84,11 +84,11 @@ def find(
     gives_tuples: bool,
     enter: Callable[[Phase], object] = lambda phase: None,
 ) -> Found:
-    """Search among the divisors of a worker's share, up to the recipe's micro-batch. Collective; all ranks find the
-    same.
+    """Search among the divisors of a worker's share, up to the recipe's micro-batch. Collective; the result is the same
+    on all ranks.
 
     batch: rows for trial batches. Weights, optimizer state, buffers, gradients and random numbers are restored. Raises
-    ConfigError if not even the smallest fits."""
+    ConfigError if not even the smallest size fits."""
     search = _Search(workload, setup, config, recipe, place, batch, gives_tuples, enter)
     largest = recipe.micro_batch_size
     sizes = [d for d in range(1, largest + 1) if recipe.per_worker_batch_size % d == 0]
@@ -106,15 +106,15 @@ def find(
             round(search.full_limit / GIB, 6),
             f"a micro-batch of {least.micro_batch_size} needs {least.peak_bytes / GIB:.3g} GiB, "
             "and memory.reserve stays free",
-            "activations.checkpointing full saves most; a strategy that shards the model needs less for its weights",
+            "use activations.checkpointing full, which saves most, or a strategy that shards the model's weights",
         )
     return Found(max(fitting), tuple(trials), search.full_limit, largest)
 
 
 def next_size(sizes: list[int], trials: list[Trial], limit: float, *, may_fail: bool = True) -> int | None:
-    """Next size to try: the two smallest sizes, then the largest that fits by a straight line through the last two.
-    sizes: ascending. may_fail: try the next size even if the line predicts no fit, so that the result is certain; small
-    sizes bend the line, as the optimizer's step may need more than they do. None: the search is over.
+    """Next size to try: first the two smallest, then the largest that fits according to a line through the last two
+    trials. sizes: ascending. may_fail: try the next size even if the line predicts that it does not fit, to be certain;
+    small sizes bend the line, as the optimizer's step may need more memory than they do. None when the search is over.
     """
     most = min((t.micro_batch_size for t in trials if not t.fits), default=math.inf)
     fitting = sorted((t for t in trials if t.fits), key=lambda t: t.micro_batch_size)
@@ -170,7 +170,7 @@ class _Search:
         return self.place.world_size > 1 and not parallel.forward_is_collective and parallel.run_micro_batches is None
 
     def _runs_out_alone(self, size: int, rows: int) -> bool:
-        """Forward and backward passes that do not communicate, through the model inside the strategy."""
+        """Forward and backward passes through the model inside the strategy, without communication."""
         try:
             for columns, _ in micro_batches(self._rows(rows), size):
                 self.enter(Phase.FORWARD)
@@ -209,18 +209,18 @@ class _Search:
         return float(there + live.counted().peak + storage_bytes(g for g in gradients(self.setup) if not live.knows(g)))
 
     def _rows(self, num: int) -> RankBatch:
-        """Trial batch with so many copies of real rows."""
+        """Trial batch made of this many copies of real rows."""
         index = np.arange(num) % rows_in(self.batch.columns)
         return RankBatch(self.batch.step, {n: v[index] for n, v in self.batch.columns.items()}, num)
 
     def _bytes_of_other_rows(self, rows: int) -> float:
-        """Bytes of the rows that a trial lacks: a step holds its whole share on the device, a trial only some rows."""
+        """Bytes of the rows that a trial lacks: a step has its whole share on the device, a trial only some rows."""
         there = rows_in(self.batch.columns)
         row_bytes = sum(v.nbytes for v in self.batch.columns.values()) / there
         return row_bytes * max(0, self.recipe.per_worker_batch_size - rows)
 
     def _largest(self, value: float) -> float:
-        """Largest value over all ranks, returned on every rank. Collective."""
+        """Maximum over all ranks, returned on every rank. Collective."""
         if self.place.world_size == 1:
             return value
         tensor = torch.tensor(value, dtype=torch.float64, device=self.place.device)
@@ -229,7 +229,7 @@ class _Search:
 
 
 def _limit_bytes(config: RunConfig, device: torch.device) -> float:
-    """Memory that this worker may use: the config's limit, and on a GPU no more than there is."""
+    """Memory that this worker may use: the config's limit, but on a GPU no more than exists."""
     limit = config.memory.limit_gib * GIB if config.memory.limit_gib is not None else math.inf
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -239,9 +239,9 @@ def _limit_bytes(config: RunConfig, device: torch.device) -> float:
 
 @contextlib.contextmanager
 def _unchanged(workload: Any, setup: Setup) -> Iterator[None]:
-    """Context that restores the training state on exit.
+    """Context that restores the state of the training on exit.
 
-    The copies are in the host's memory."""
+    The copies are in host memory."""
     module, optimizer, scaler, parallel = setup.parallel.module, setup.optimizer, setup.precision.scaler, setup.parallel
     state = {p: dict(entries) for p, entries in optimizer.state.items()}
     tensors = [

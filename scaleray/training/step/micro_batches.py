@@ -19,15 +19,15 @@ from scaleray.training.setup.weighted_losses import losses_of
 from scaleray.workload import own_method
 
 ALIGNMENT = 64
-"""Bytes to which torch aligns the memory of its own tensors. Kernels of a CPU round differently at other addresses, and
-NumPy's arrays begin at any multiple of 16: equal batches would have losses that differ in their last bits."""
+"""Alignment in bytes of the memory of torch's own tensors. On a CPU, kernels round differently at other addresses, and
+NumPy's arrays begin at any multiple of 16, so equal batches would have losses that differ in their last bits."""
 
 
 def micro_batches(batch: RankBatch, size: int, *, at_least: int = 1) -> Iterator[tuple[dict[str, Any] | Made, int]]:
-    """Slices of at most `size` rows, or batches already made by `collate`, with the number of rows that count: 0 for a
-    placeholder.
+    """Slices of at most `size` rows, or batches already made by `collate`, each with the number of rows that count (0
+    for a placeholder).
 
-    Placeholders come first, to make `at_least` this many."""
+    Placeholders come first, as many as it takes to have `at_least` slices."""
     edges = list(cuts_of(batch, size))
     for _ in range(at_least - len(edges)):
         yield {name: values[:1] for name, values in batch.columns.items()}, 0
@@ -37,12 +37,12 @@ def micro_batches(batch: RankBatch, size: int, *, at_least: int = 1) -> Iterator
 
 
 def cuts_of(batch: RankBatch, size: int) -> Iterator[tuple[int, int]]:
-    """Bounds of the micro-batches of a batch: by rows, or as its plan has counted tokens."""
+    """Bounds of the micro-batches of a batch, by rows or by the token counts of its plan."""
     return cuts(batch.num_rows, size) if batch.cuts is None else itertools.pairwise(batch.cuts.edges)
 
 
 def most_micro_batches(batch: RankBatch, size: int, *, num_rows: int, num_shares: int) -> int:
-    """Number of micro-batches of the rank with the most. num_rows: of the global batch, which is divided into
+    """Largest number of micro-batches on any rank. num_rows: rows of the global batch, which is divided into
     `num_shares`."""
     return math.ceil(math.ceil(num_rows / num_shares) / size) if batch.cuts is None else batch.cuts.most
 
@@ -59,7 +59,8 @@ def collate_ahead(
     workload: Any, split: Split, cuts: Callable[[RankBatch], Iterable[tuple[int, int]]], *, may_draw: bool
 ) -> CollateAhead | None:
     """Function that makes a split's micro-batches ahead of the training; None if the training has to call `collate`
-    itself. cuts: returns the bounds of a batch's micro-batches. may_draw: assume that it draws random numbers."""
+    itself. cuts: returns the bounds of a batch's micro-batches. may_draw: assume that `collate` draws random numbers.
+    """
     look = split.collate
     if look is None or look.why_in_turn or may_draw or not getattr(workload, "collates_ahead", True):
         return None
@@ -72,7 +73,7 @@ def user_batch(
 ) -> Any:
     """Rows for the workload's loss, on `device`: its columns as tensors, or the result of its `collate`.
 
-    dtype: of floating-point tensors, if given. Raises DataError for ragged rows without a `collate`."""
+    dtype: type of floating-point tensors, if given. Raises DataError for ragged rows without a `collate`."""
     found: dict[str, Any] = {}
     if isinstance(rows, Made):
         made = _taken_out(rows.batch, found)
@@ -87,13 +88,13 @@ def user_batch(
 
 @dataclass(frozen=True)
 class _Slot:
-    """Place of a tensor in a batch."""
+    """Position of a tensor in a batch."""
 
     name: str
 
 
 def _taken_out(batch: Any, found: dict[str, Any]) -> Any:
-    """A batch with slots for its tensors and arrays, which are stored in `found` by name."""
+    """Batch with slots in place of its tensors and arrays, which are stored in `found` by name."""
     if isinstance(batch, torch.Tensor | np.ndarray):
         name = str(len(found))
         found[name] = batch
@@ -120,8 +121,8 @@ def _put_back(batch: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def to_device(columns: dict[str, Any], device: torch.device, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Columns as tensors on `device`; floating-point ones converted to `dtype` if given. A GPU copies them while it
-    computes: the host runs ahead and prepares the next micro-batch while the last one is still being computed."""
+    """Convert columns to tensors on `device`, and floating-point ones to `dtype` if given. A GPU copies them while it
+    computes: the host runs ahead and prepares the next micro-batch during the computation of the last one."""
     tensors = {n: v if isinstance(v, torch.Tensor) else torch.from_numpy(v) for n, v in columns.items()}
     if device.type == "cuda":
         tensors = _copied_beside(tensors, device)
@@ -131,14 +132,14 @@ def to_device(columns: dict[str, Any], device: torch.device, dtype: torch.dtype 
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, copied if it begins elsewhere than torch's own. A subclass, such as a fake tensor, may have no
-    address."""
+    """The tensor, copied if its address is not aligned like those of torch's own tensors. A subclass, such as a fake
+    tensor, may have no address."""
     is_elsewhere = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.data_ptr() % ALIGNMENT
     return tensor.clone() if is_elsewhere else tensor
 
 
 def _copied_beside(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """The tensors on a GPU, copied on a separate stream, which the training's stream waits for. Not run yet."""
+    """Tensors on a GPU, copied on a separate stream for which the training's stream waits. Not run yet."""
     copies, training = _copy_stream(device), torch.cuda.current_stream(device)
     with torch.cuda.stream(copies):
         found = {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""Rows of a micro-batch if they differ from the config's: found by trials, or halved when memory ran out."""
+"""Number of rows in a micro-batch if it differs from the config's: found by trials, or halved after memory ran out."""
 
 import contextlib
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from scaleray.training.step import micro_batch_finder
 
 
 class MicroSizes:
-    """Rows of a micro-batch if they differ from the config's.
+    """Number of rows in a micro-batch if it differs from the config's.
 
-    now: number of rows; None: the config's. search: the trials, for the summary."""
+    now: number of rows; None means the config's. search: the trials, for the summary."""
 
     def __init__(self, config: RunConfig, place: RankContext, reporter: Reporter) -> None:
         self.config, self.place, self.reporter = config, place, reporter
@@ -26,8 +26,8 @@ class MicroSizes:
         self.search: dict[str, Any] = {}
 
     def most_before_search(self, recipe: Recipe) -> int:
-        """Rows of a micro-batch that surely fit: two until the size has been found, since the config's may be too
-        large."""
+        """Number of rows in a micro-batch that is certain to fit: two until the size has been found, since the config's
+        may be too large."""
         most = 2 if self.config.memory.find_micro_size else recipe.micro_batch_size
         return min(most, self.now or most)
 
@@ -41,7 +41,8 @@ class MicroSizes:
         gives_tuples: bool,
         enter: Callable[[Phase], object],
     ) -> Recipe | None:
-        """The recipe to train with, if it differs: as before the interruption, or found now. Collective."""
+        """Recipe to train with, if it differs from the config's: as before the interruption, or found now.
+        Collective."""
         known = self.now
         if known is not None and recipe.per_worker_batch_size % known == 0 and known <= recipe.micro_batch_size:
             return with_micro_size(recipe, known, why="as before the interruption")
@@ -59,7 +60,7 @@ class MicroSizes:
         return with_micro_size(recipe, found.micro_batch_size, why="found before the first step")
 
     def say_halved(self, before: Recipe, after: Recipe, *, step: int) -> None:
-        """Log that memory ran out. step: the last one that was taken."""
+        """Log that memory ran out. step: number of the last step that was taken."""
         text = (
             f"out of memory with micro-batches of {before.micro_batch_size} rows: repeating step {step + 1} with "
             f"{after.micro_batch_size}, {after.accumulation_steps} accumulated; the global batch is unchanged"

@@ -1,4 +1,4 @@
-"""Handling of steps whose loss or gradient is not finite: `on_nonfinite` raise, stop or skip."""
+"""Handling of steps whose loss or gradient is not finite, according to `on_nonfinite`: raise, stop or skip."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from scaleray.errors import NonFiniteLossError
 from scaleray.records.run_record import StepRecord
 
 RowInspector = Callable[[int], RowsOfStep | None]
-"""Description of the rows of a step, by its number from 1; None if unknown."""
+"""Function that describes the rows of a step, given its number counted from 1; None if unknown."""
 MAX_SKIPPED_IN_A_ROW = 10  # with `skip`: a run that only skips is not training any more
 
 
@@ -46,7 +46,7 @@ def _in_rows(rows: RowsOfStep | None) -> str:
 
 
 def _what_was_nonfinite(taken: StepRecord) -> str:
-    """Value that was not finite, and its place."""
+    """Description of the value that was not finite, and where it occurred."""
     if not math.isfinite(taken.loss):
         return f"the loss became {taken.loss} at step {taken.step}"
     if taken.grad_norm is not None and not math.isfinite(taken.grad_norm):

@@ -1,7 +1,7 @@
-"""Find, on one worker, uses of the model in the user's loss that a strategy does not support on several.
+"""Find, on one worker, uses of the model in the user's loss that a strategy does not support on several workers.
 
 A recipe that trains on one worker must not fail on two because of how its loss uses the model. The check of the first
-batch uses this for the strategy that the config names."""
+batch uses this for the strategy named in the config."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -21,19 +21,19 @@ from scaleray.strategies.sharding.fsdp_units import choose_units
 
 @contextlib.contextmanager
 def rehearsed(model: nn.Module, config: RunConfig, workload: Any) -> Iterator[nn.Module]:
-    """Context for one forward pass on a whole model: raises WorkloadError for uses that the config's strategy does not
-    support on several workers. Yields the model for the user's code."""
+    """Context for one forward pass on a whole model, which raises WorkloadError for uses that the config's strategy
+    does not support on several workers. Yields the model for the user's code."""
     name = config.strategy.name
     with contextlib.ExitStack() as stack:
         is_sharded = name == "fsdp" or (traits_of(name).trains_apart and config.parallel.shard not in (None, 1))
         if is_sharded and config.fsdp.reshard_after_forward:
             units = choose_units(model, config.fsdp, workload).modules
             stack.enter_context(
-                _weights_within(units, model, "fsdp frees the weights of a unit outside of its forward pass")
+                _weights_within(units, model, "fsdp frees the weights of a unit outside its forward pass")
             )
         if name == "tensor" or config.parallel.tensor not in (None, 1):
             owners = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
-            stack.enter_context(_weights_within(owners, model, "under tensor parallelism a worker holds a part of it"))
+            stack.enter_context(_weights_within(owners, model, "tensor parallelism gives a worker only a part of it"))
         if isinstance(size := config.parallel.context, int) and size > 1:
             stack.enter_context(sequences_shared(model, Context(config.context.exchange, size)))
         yield Rehearsal(model, config, workload) if config.has_stages else model
@@ -41,8 +41,8 @@ def rehearsed(model: nn.Module, config: RunConfig, workload: Any) -> Iterator[nn
 
 @contextlib.contextmanager
 def no_gradients_of_gradients(model: nn.Module, config: RunConfig) -> Iterator[None]:
-    """Context for one forward pass: raises WorkloadError if the loss differentiates (in a pipeline), or does so with
-    create_graph, under a strategy that does not support it."""
+    """Context for one forward pass, which raises WorkloadError if the loss differentiates (in a pipeline), or
+    differentiates with create_graph, under a strategy that does not support it."""
     strategy = config.strategy.name
     degrees = {config.parallel.shard, config.parallel.tensor} - {None, 1}
     # what is communicated for these is not differentiated again
@@ -54,7 +54,7 @@ def no_gradients_of_gradients(model: nn.Module, config: RunConfig) -> Iterator[N
     def refuse(gradient: torch.Tensor) -> None:
         if not is_inside:
             return
-        advice = "use --strategy.name ddp or zero1, or leave it out"
+        advice = "use --strategy.name ddp or zero1, or leave this out of the loss"
         if config.has_stages:
             raise WorkloadError.problem(
                 "loss()", "computes gradients: in a pipeline no worker has a gradient before all have run", advice
@@ -83,7 +83,7 @@ def no_gradients_of_gradients(model: nn.Module, config: RunConfig) -> Iterator[N
 
 
 class Absent(torch.Tensor):
-    """Placeholder for a weight that is on another worker: it has a shape and a device, and refuses computation."""
+    """Placeholder for a weight that is on another worker. It has a shape and a device, and refuses computation."""
 
     path: str
     why: str
@@ -100,7 +100,7 @@ class Absent(torch.Tensor):
             raise WorkloadError.problem(
                 "loss()",
                 f"computes with {absent.path} outside of the layers' own forward(): {absent.why}",
-                "put what needs it into the forward() of the module that has it; for a penalty on weights use "
+                "move this into the forward() of the module that has the weight; for a penalty on weights use "
                 "optimizer.weight_decay; or use --strategy.name ddp or zero1",
             )
         return result
@@ -108,7 +108,7 @@ class Absent(torch.Tensor):
 
 @contextlib.contextmanager
 def _weights_within(owners: Iterable[nn.Module], model: nn.Module, why: str) -> Iterator[None]:
-    """Context in which parameters of `owners` can be used only in their owners' forward passes."""
+    """Context in which the parameters of `owners` can be used only in the forward passes of their owners."""
     names = {id(p): name for name, p in model.named_parameters()}
     with contextlib.ExitStack() as stack:
         for owner in reversed(list(owners)):  # inner ones first, which keep what is theirs

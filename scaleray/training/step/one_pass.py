@@ -1,7 +1,8 @@
 """Share one forward pass of a batch between the metrics and the loss.
 
-`metrics(model, batch)` and `loss(model, batch)` are the user's, and each calls the model. If the second call has the
-same rows, it gets the result of the first: in evaluation mode the model computes the same from them."""
+`metrics(model, batch)` and `loss(model, batch)` are the user's functions, and each calls the model. If the second call
+has the same rows, it receives the result of the first, since in evaluation mode the model computes the same from them.
+"""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -15,8 +16,8 @@ PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class OnePass:
-    """Output of a model for a batch. batch: the batch's tensors; only these, and views of them, are recognised, since
-    the memory of any other tensor may have been reused."""
+    """Output of a model for a batch. batch: the batch's tensors. Only these and their views are recognised, since the
+    memory of any other tensor may have been reused."""
 
     def __init__(self, batch: Iterable[Any]) -> None:
         self._memory = {t.untyped_storage().data_ptr() for t in tree_leaves(list(batch)) if _is_dense(t)}
@@ -24,8 +25,8 @@ class OnePass:
 
     @contextlib.contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
-        """Context in which the model's forward pass runs once for equal arguments. A compiled model is left unchanged,
-        since its graph would change."""
+        """Context in which the model's forward pass runs only once for equal arguments. A compiled model is left
+        unchanged, since its graph would change."""
         if getattr(model, "_compiled_call_impl", None) is not None or "forward" in vars(model):
             yield
             return

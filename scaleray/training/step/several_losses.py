@@ -1,7 +1,7 @@
-"""Steps of a workload with several losses: one after the other, each with its own backward pass, clipping and update.
+"""Steps of a workload with several losses, one after the other, each with its own backward pass, clipping and update.
 
-All losses of a step see the same rows. A loss moves the parameters of its own optimizer; its gradients for other
-parameters are dropped, and not computed at all if this rank has whole parameters."""
+All losses of a step use the same rows. A loss changes the parameters of its own optimizer. Its gradients for other
+parameters are dropped, and are not computed at all if this rank has whole parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from scaleray.training.step.step import Probe, TrainStep
 
 
 class OptimizerStep(Protocol):
-    """Takes optimizer steps for one worker. count_per_row, nonfinite_in_a_row: numbers, or by name for several
+    """Takes optimizer steps for one worker. count_per_row, nonfinite_in_a_row: numbers, or numbers by name for several
     losses."""
 
     recipe: Recipe
@@ -39,19 +39,19 @@ class OptimizerStep(Protocol):
     num_updates: int
     """Number of steps taken, including those before an interruption."""
     count_per_row: Any
-    """Samples or tokens that count in a row of the last step."""
+    """Number of samples or tokens that counted per row of the last step."""
     nonfinite_in_a_row: Any
-    """Number of consecutive last steps that were not finite."""
+    """Number of successive non-finite steps up to the last one."""
 
     def launch(self, batch: RankBatch, *, num_rows: int, want_norm: bool, synchronises: bool = True) -> Launched:
         """Train on one global batch of `num_rows` rows, of which `batch` is this rank's part. Collective.
 
-        synchronises: whether ranks sum losses and signals; otherwise loss and count are this rank's, without signals.
-        """
+        synchronises: whether ranks sum losses and signals; if not, loss and count are those of this rank, without
+        signals."""
 
 
 class SeveralLosses:
-    """Replacement for a TrainStep: contains one for each loss, in the order of `losses()`."""
+    """Replacement for a TrainStep that contains one TrainStep for each loss, in the order of `losses()`."""
 
     noise: NoiseMeter | None = None
 
@@ -87,7 +87,7 @@ class SeveralLosses:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of all."""
+        """Recipe of all losses."""
         return next(iter(self.steps.values())).recipe
 
     @recipe.setter
@@ -142,7 +142,7 @@ class SeveralLosses:
         return together
 
     def _put_in_order(self) -> None:
-        """Sort the losses in the workload's order, once it is known."""
+        """Sort the losses in the workload's order, once this order is known."""
         order = getattr(self.workload, "order_of_losses", None) or self.steps
         if list(order) == list(self.steps):
             return
@@ -171,13 +171,13 @@ class SeveralLosses:
 
 
 class LaunchedSteps:
-    """The steps of several losses given to the device, as one step."""
+    """Steps of several losses launched on the device, treated as one step."""
 
     def __init__(self, by_name: Mapping[str, LaunchedStep]) -> None:
         self._by_name = dict(by_name)
 
     def wait(self) -> None:
-        """Wait until the device has computed the numbers of all."""
+        """Wait until the device has computed the numbers of all losses."""
         for step in self._by_name.values():
             step.wait()
 
@@ -205,7 +205,7 @@ class LaunchedSteps:
 
 
 class _Part:
-    """Passes one of several losses to a probe. `of`: the parameters that it moves, by id."""
+    """Forwards one of several losses to a probe. `of`: parameters that this loss changes, by id."""
 
     def __init__(self, probe: Probe, setup: Setup, of: set[int], *, is_first: bool) -> None:
         self.probe, self.setup, self.of, self.is_first = probe, setup, of, is_first
@@ -227,7 +227,7 @@ class _Part:
 
 @contextlib.contextmanager
 def named(name: str) -> Iterator[None]:
-    """Context that adds the loss's name to an error of `loss()`."""
+    """Context that adds the name of the loss to an error of `loss()`."""
     try:
         yield
     except WorkloadError as exc:
@@ -237,6 +237,6 @@ def named(name: str) -> Iterator[None]:
 
 
 def train_step(workload: Any, setup: Setup, *args: Any, **options: Any) -> OptimizerStep:
-    """Return the TrainStep or SeveralLosses of a workload; see TrainStep for the arguments."""
+    """Make the TrainStep or SeveralLosses of a workload; see TrainStep for the arguments."""
     kind = TrainStep if losses_of(workload) is None else SeveralLosses
     return kind(workload, setup, *args, **options)

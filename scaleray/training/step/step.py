@@ -38,10 +38,10 @@ from scaleray.training.step.whole_batch import WholeBatchLoss
 
 
 class GuardedUpdate:
-    """Updates the weights if the step is finite; otherwise changes nothing.
+    """Updates the weights if the step is finite, and otherwise changes nothing.
 
-    The optimizer's own kernel decides on the device, if it can: torch's fused optimizers take a factor and a verdict,
-    as mixed precision needs them. For any other optimizer the host reads the verdict first, which waits for the device.
+    If possible, the optimizer's own kernel decides on the device: torch's fused optimizers take a factor and a verdict,
+    as mixed precision needs them. For any other optimizer the host first reads the verdict, which waits for the device.
     waits: whether it may always do so, as on the CPU, where this costs nothing and a factor of 1 saves a pass over the
     gradients."""
 
@@ -93,17 +93,16 @@ class GuardedUpdate:
 class Probe(Protocol):
     """Observer of the inside of every step, for checks; it changes nothing.
 
-    All ranks have the same one, so it may communicate.
-    """
+    All ranks have the same probe, so it may communicate."""
 
     def on_setup(self, setup: Setup) -> None:
         """Called once everything is built and before any training."""
 
     def on_batch(self, batch: RankBatch) -> None:
-        """Called with this rank's rows when a step begins."""
+        """Called with this rank's rows at the beginning of a step."""
 
     def on_gradients(self, correction: float) -> None:
-        """Called with synchronised, unscaled gradients before clipping; multiplied by `correction`, they are the mean
+        """Called with synchronised, unscaled gradients before clipping. Multiplied by `correction`, they are the mean
         gradients."""
 
     def on_step(self, result: StepRecord, learning_rate: float) -> None:
@@ -113,11 +112,10 @@ class Probe(Protocol):
 class TrainStep:
     """Runs optimizer steps for one worker. `gives_tuples`: the loss receives the columns as a tuple.
 
-    signals: numbers of this rank that are summed over all ranks with each step; shapes: more of them, which are read
-    after the forward passes. before_update: called when the optimizer is about to change parameters. on_halved: called
-    with the recipe of smaller micro-batches after memory ran out. ahead: steps that may be launched before the result
-    of the first one is read; with 0, the host may read numbers from the device in between.
-    """
+    signals: numbers of this rank that are summed over all ranks in each step. shapes: further such numbers, which are
+    read after the forward passes. before_update: called when the optimizer is about to change parameters. on_halved:
+    called with the recipe for smaller micro-batches after memory ran out. ahead: number of steps that may be launched
+    before the result of the first one is read; with 0, the host may read numbers from the device in between."""
 
     def __init__(
         self,
@@ -156,7 +154,7 @@ class TrainStep:
 
     @property
     def count_per_row(self) -> float:
-        """Counted samples or tokens per row of the last step; the loop sets the first value. Waits for the device."""
+        """Counted samples or tokens per row of the last step; the loop sets the initial value. Waits for the device."""
         return float(self._count_per_row)
 
     @count_per_row.setter
@@ -173,7 +171,7 @@ class TrainStep:
         self._nonfinite = (0.0, value)
 
     def ends_like(self, other: TrainStep) -> None:
-        """Make no further change if an earlier loss of the same step has ended the training."""
+        """Make no further changes if an earlier loss of the same step has ended the training."""
         self._has_ended = other._has_ended
 
     def __call__(self, batch: RankBatch, *, num_rows: int, want_norm: bool, synchronises: bool = True) -> StepRecord:
@@ -183,8 +181,8 @@ class TrainStep:
     def launch(self, batch: RankBatch, *, num_rows: int, want_norm: bool, synchronises: bool = True) -> LaunchedStep:
         """Train on one global batch of `num_rows` rows, of which `batch` is this rank's part. Collective.
 
-        synchronises: whether ranks sum losses and signals; otherwise loss and count are this rank's, without signals.
-        """
+        synchronises: whether ranks sum losses and signals; if not, loss and count are those of this rank, without
+        signals."""
         setup, parallel = self.setup, self.setup.parallel
         self.enter(Phase.HOST)
         if self.probe is not None:
@@ -241,7 +239,7 @@ class TrainStep:
         return launched
 
     def _synchronise(self, launched: LaunchedStep, loss_sum: Number, count: Number) -> None:
-        """Add the losses, counts and signals of all ranks to a local step that ends with a synchronisation.
+        """Add the losses, counts and signals of all ranks to a local step that ends in a synchronisation.
         Collective."""
         if self.place.world_size > 1:
             worst = together(self._nonfinite, self.place.device)
@@ -253,24 +251,24 @@ class TrainStep:
         self._begin_count()
 
     def _begin_count(self) -> None:
-        """Restart the count of steps that are not finite, after the ranks have shared them."""
+        """Restart the count of non-finite steps, after the ranks have shared it."""
         if self._ends:
             self._has_ended = self._has_ended | (self._nonfinite[0] > 0)
         self._nonfinite = (0.0, self._nonfinite[1])
 
     def _number(self, tensor: torch.Tensor) -> Number:
-        """A computed number; the host reads it immediately if it need not wait for it."""
+        """A computed number, which the host reads immediately if it need not wait for it."""
         return tensor.item() if self._reads else tensor.detach().double()
 
     def _each(self, tensor: torch.Tensor) -> list[Number]:
-        """The numbers of a tensor (n,) of float64, as `_number` gives them."""
+        """The numbers of a tensor (n,) of float64, in the form of `_number`."""
         return tensor.tolist() if self._reads else list(tensor.unbind())
 
     def _run_micro_batches(
         self, batch: RankBatch, *, num_rows: int, synchronises: bool, group: dist.ProcessGroup | None
     ) -> tuple[Number, Number]:
-        """Forward and backward of every micro-batch; stores the totals of all ranks if they synchronise, and returns
-        the sum of losses and the count of `group`, or of this rank."""
+        """Run forward and backward passes of every micro-batch. Stores the totals of all ranks if they synchronise;
+        returns the sum of losses and the count of `group`, or of this rank."""
         setup, parallel = self.setup, self.setup.parallel
         # where passes communicate, a rank with a row less may need a placeholder more
         size, shares = self.recipe.micro_batch_size, self.place.data_parallel_size
@@ -332,8 +330,8 @@ class TrainStep:
         return self._each(sums)
 
     def _after_first_pass(self, whole: WholeBatchLoss, pieces: list[Any], *, most: int) -> list[Any]:
-        """The micro-batches on the device, after a first forward pass for a loss over the whole batch. Unchanged for a
-        worker with one micro-batch, which needs no second pass. Collective."""
+        """The micro-batches on the device, after a first forward pass for a loss over the whole batch. Does nothing for
+        a worker with one micro-batch, which needs no second pass. Collective."""
         # a step that may be repeated shares whether memory ran out before it gathers
         at_once = most == 1 and not self.back_off.is_on and getattr(self.workload, "collates_ahead", True)
         whole.begin(self.num_updates + 1, at_once=at_once)
@@ -356,7 +354,7 @@ class TrainStep:
         return pieces
 
     def _on_device(self, rows: Any, weight: int) -> MicroBatch:
-        """Move each micro-batch to the device when it is needed, so that only one is there at a time."""
+        """Move each micro-batch to the device when it is needed, so that only one is on the device at a time."""
         if isinstance(rows, MicroBatch):
             return rows
         self.enter(Phase.COPY)
@@ -365,7 +363,7 @@ class TrainStep:
         return MicroBatch(batch, weight)
 
     def _objective(self, run: Run, piece: MicroBatch) -> torch.Tensor:
-        """The scaled loss of a micro-batch; its sum and count are added to the totals."""
+        """Scaled loss of a micro-batch, whose sum and count are added to the totals."""
         self.enter(Phase.FORWARD)
         if self.noise is not None:
             self.noise.before_pass(piece.weight, self._totals[1])
@@ -442,7 +440,7 @@ class TrainStep:
         return None if scale is None else self._number(scale)
 
     def _prune(self) -> None:
-        """Prune if it is due, after the strategy, which may have fetched parameters from other ranks."""
+        """Prune if it is due, after the strategy's own work, which may have fetched parameters from other ranks."""
         pruning = self.setup.pruning
         if pruning is None:
             return
@@ -454,8 +452,8 @@ class TrainStep:
 
 
 def dense_part(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Gradient of a parameter, or the coalesced values of a sparse one, to be changed in place: torch has no norm of a
-    list of sparse tensors."""
+    """Gradient of a parameter, or the coalesced values of a sparse one, to be changed in place, because torch has no
+    norm for a list of sparse tensors."""
     gradient = parameter.grad
     assert gradient is not None
     if not gradient.is_sparse:

@@ -1,4 +1,4 @@
-"""The pair that every loss and metric returns: a sum, and the number of samples or tokens that it was summed over."""
+"""The pair returned by every loss and metric: a sum, and the number of samples or tokens over which it was taken."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ from scaleray.errors import WorkloadError
 
 
 def check_sum_and_count(result: Any, *, what: str) -> tuple[torch.Tensor, Any]:
-    """The pair from a loss or metric. Raises WorkloadError describing any other result."""
+    """Return the pair from a loss or metric. Raises WorkloadError describing any other result."""
     if not isinstance(result, tuple) or len(result) != 2:
         found = f"a tensor of shape {list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
         raise WorkloadError(
@@ -25,8 +25,8 @@ def check_sum_and_count(result: Any, *, what: str) -> tuple[torch.Tensor, Any]:
         raise WorkloadError(
             f"the sum returned by {what}",
             "sharded over the workers",
-            "it was computed with a weight outside of its layer, where a worker holds only a part of it",
-            "for a penalty on weights use optimizer.weight_decay; or use --strategy.name ddp or zero1",
+            "it was computed with a weight outside its layer, where a worker holds only a part of it",
+            "for a penalty on weights, use optimizer.weight_decay, or use --strategy.name ddp or zero1",
         )
     if not isinstance(total, torch.Tensor) or total.numel() != 1:
         shape = f"a tensor of shape {list(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__

@@ -1,4 +1,4 @@
-"""Trial passes, after which model and workload are restored."""
+"""Trial passes, after which the model and the workload are restored."""
 
 import contextlib
 import copy
@@ -15,11 +15,11 @@ from scaleray.training.health.live_memory import local_part
 
 @contextlib.contextmanager
 def unchanged_model(workload: Any, module: nn.Module) -> Iterator[None]:
-    """Context that restores parameters, buffers, modes and the workload's own state at its end.
+    """Context that restores parameters, buffers, modes and the workload's own state on exit.
 
-    Copies are on the values' own devices: those of trained parameters take no more than gradients will. Frozen ones are
-    left out if they take more than that, as the base of adapters does; a teacher's, which a loss may change, take as
-    much."""
+    Copies are on the same devices as the values. Those of trained parameters take no more memory than gradients will.
+    Frozen parameters are left out if they take more than that, as the base of adapters does; a teacher, which a loss
+    may change, takes no more."""
     trained = [p for p in module.parameters() if p.requires_grad]
     frozen = [p for p in module.parameters() if not p.requires_grad]
     kept = [*trained, *(frozen if _bytes(frozen) <= _bytes(trained) else [])]
@@ -36,9 +36,8 @@ def unchanged_model(workload: Any, module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchanged_buffers(workload: Any, module: nn.Module) -> Iterator[None]:
-    """Context like `unchanged_model`, except for parameters, which other code restores. Counters among the attributes
-    of a module or of the workload, and modes, are restored as well.
-    """
+    """Like `unchanged_model`, but without the parameters, which other code restores. Counters among the attributes of a
+    module or of the workload, and modes, are restored as well."""
     buffers = [(part, name, b) for part in module.modules() for name, b in part._buffers.items() if b is not None]
     values = [local_part(b).detach().clone() for _, _, b in buffers]
     holders = [*module.modules(), *([workload] if hasattr(workload, "__dict__") else [])]

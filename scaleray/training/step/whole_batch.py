@@ -1,9 +1,9 @@
 """Loss over all rows of a global batch, across workers and micro-batches: `outputs()` and `batch_loss()`.
 
-The outputs of all rows are gathered, every worker computes the loss of them and its gradient with respect to them, and
-each micro-batch then has the loss `sum(outputs * gradient)`, whose gradient with respect to the parameters is its part
-of the whole one. With several micro-batches a worker, the forward passes run without gradients first and then again
-with them (gradient caching: Gao et al., 2021, arXiv:2101.06983)."""
+The outputs of all rows are gathered, and every worker computes their loss and its gradient with respect to them. The
+loss of each micro-batch is then `sum(outputs * gradient)`, whose gradient with respect to the parameters is the
+micro-batch's part of the whole gradient. With several micro-batches per worker, the forward passes run without
+gradients first and then again with them (gradient caching: Gao et al., 2021, arXiv:2101.06983)."""
 
 import contextlib
 import zlib
@@ -27,7 +27,7 @@ WIDE = (torch.float32, torch.float64)
 def gathered_rows(outputs: Mapping[str, torch.Tensor], place: RankContext) -> tuple[dict[str, torch.Tensor], list[int]]:
     """The rows of all workers in the order of the global batch, and the size of each share. Collective.
 
-    Raises WorkloadError on all workers if they have tensors of different types or shapes."""
+    Raises WorkloadError on all workers if the types or shapes of their tensors differ."""
     own = {name: outputs[name].contiguous() for name in sorted(outputs)}
     rows = next(iter(own.values())).shape[0]
     if place.world_size == 1:
@@ -52,10 +52,9 @@ def gathered_rows(outputs: Mapping[str, torch.Tensor], place: RankContext) -> tu
 
 
 class WholeBatchLoss:
-    """The loss of a step of a workload with `batch_loss`, as a loss of each micro-batch in turn.
+    """Loss of a step of a workload with `batch_loss`, computed as a loss of each micro-batch in turn.
 
-    at_once: whether every worker has one micro-batch, whose forward pass may wait for the others'.
-    """
+    at_once: whether every worker has one micro-batch, whose forward pass may wait for those of the others."""
 
     def __init__(self, workload: Any, place: RankContext, seed: int) -> None:
         self.workload, self.place, self.seed = workload, place, seed
@@ -74,8 +73,8 @@ class WholeBatchLoss:
 
     @contextlib.contextmanager
     def first_pass(self, batch: Any, weight: int) -> Iterator[None]:
-        """Context of a micro-batch's first forward pass. weight: its rows that count, 0 for a placeholder. Raises
-        WorkloadError if the batch is changed in place."""
+        """Context of a micro-batch's first forward pass. weight: number of its rows that count, 0 for a placeholder.
+        Raises WorkloadError if the batch is changed in place."""
         self._counts = weight > 0
         self._states.append(random_state(self.place.device))
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
@@ -119,7 +118,7 @@ class WholeBatchLoss:
         self._value = (total.detach(), count) if counts else (zero, 0)
 
     def _loss_of(self, leaves: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
-        """The loss, with the same random numbers on all workers."""
+        """The loss, computed with the same random numbers on all workers."""
         with same_random_numbers(self.place.device):
             torch.manual_seed(stream_seed(self.seed, "batch_loss", self._step))
             return check_sum_and_count(self.workload.batch_loss(leaves), what="batch_loss()")
@@ -135,7 +134,8 @@ class WholeBatchLoss:
         return self._replay(outputs)
 
     def _replay(self, outputs: Outputs) -> tuple[torch.Tensor, Any]:
-        """Loss of a micro-batch with its part of the whole batch's gradient. The first one also has the value."""
+        """Loss of a micro-batch whose gradient is its part of the whole batch's gradient. The first one also has the
+        value."""
         assert self._gradients is not None and self._value is not None
         value, count = self._value
         if not self._counts:  # a placeholder, which has no part in it
@@ -152,7 +152,7 @@ class WholeBatchLoss:
         return value, count
 
     def note(self, num_micro_batches: int) -> str:
-        """Cost of the loss over the whole batch, for the user."""
+        """Describe the cost of the loss over the whole batch to the user."""
         text = f"batch_loss() over the whole batch: {memory(self.bytes_gathered)} of outputs on each worker"
         if not self.at_once:
             text += f"; with {num_micro_batches} micro-batches a step each forward pass is computed twice"
@@ -160,15 +160,14 @@ class WholeBatchLoss:
 
 
 class EvaluatedBatchLoss:
-    """The loss of an evaluated split, over groups of as many rows as a global batch has. The last group may be
-    smaller."""
+    """Loss of an evaluated split, over groups of as many rows as a global batch has. The last group may be smaller."""
 
     def __init__(self, workload: Any, place: RankContext, size: int) -> None:
         self.workload, self.place, self.size = workload, place, size
         self._rows: dict[str, torch.Tensor] = {}
 
     def of_batch(self, num_rows: int) -> Callable[[Outputs], tuple[torch.Tensor, torch.Tensor]]:
-        """The loss of the groups of rows that a batch completes, with so many rows of this worker: 0 for a placeholder.
+        """Loss of the groups of rows that a batch completes. num_rows: rows of this worker in it, 0 for a placeholder.
         Collective."""
 
         def take(outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,7 +190,7 @@ class EvaluatedBatchLoss:
         return self._loss_of(rows)
 
     def _loss_of(self, rows: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Loss and count, on the first share only, since all workers have the same."""
+        """Loss and count, returned on the first share only, since they are the same on all workers."""
         given = self.workload.batch_loss({name: wide(tensor) for name, tensor in rows.items()})
         total, count = check_sum_and_count(given, what="batch_loss()")
         found = torch.tensor([0.0, float(count)], dtype=torch.float64, device=self.place.device)
@@ -200,7 +199,7 @@ class EvaluatedBatchLoss:
 
 
 def joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The rows of several micro-batches in one. Raises WorkloadError if their shapes differ."""
+    """Join the rows of several micro-batches. Raises WorkloadError if their shapes differ."""
     kinds = [{n: f"{t.dtype} {list(t.shape[1:])}" for n, t in part.items()} for part in parts]
     other = next((each for each in kinds if each != kinds[0]), None)
     if other is not None:
@@ -209,7 +208,7 @@ def joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, in float32 if it has fewer digits, for sums over many rows."""
+    """The tensor, converted to float32 if it has fewer digits, for sums over many rows."""
     return tensor.float() if tensor.is_floating_point() and tensor.dtype not in WIDE else tensor
 
 

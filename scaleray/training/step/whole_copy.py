@@ -1,7 +1,7 @@
-"""A whole copy of the model on each worker, for code with an unknown number of passes.
+"""Whole copy of the model on each worker, for code that runs an unknown number of passes.
 
-Under strategies that shard parameters every pass of one worker needs the others. The passes of an evaluation by
-generation depend on its rows; so each worker gets the current weights whole, for the duration of the evaluation."""
+Under strategies that shard parameters, every pass of one worker requires the others. The passes of an evaluation by
+generation depend on the rows, so each worker gets the whole current weights for the duration of the evaluation."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -25,20 +25,21 @@ from scaleray.workload import built_model
 
 
 class WholeCopy:
-    """Whole copy of a model that a strategy has sharded. It is built once, and holds no weights between two uses."""
+    """Whole copy of a model that a strategy has sharded. It is built once, and holds no weights while it is not in
+    use."""
 
     def __init__(self, job: TrainJob, setup: Setup, place: RankContext) -> None:
         self.job, self.setup, self.place = job, setup, place
         self._model: nn.Module | None = None
 
     def check_fits(self, what: str) -> None:
-        """Raise WorkloadError or ConfigError if a worker has no room for the whole model. Collective."""
+        """Raise WorkloadError or ConfigError if a worker has no memory for the whole model. Collective."""
         settings = self.job.config.fsdp
         if settings.build_gib is not None:
             raise ConfigError(
                 "fsdp.build_gib",
                 settings.build_gib,
-                f"{what} needs the whole model on each worker, and it is too large for one",
+                f"{what} needs the whole model on each worker, which is too large for one worker",
                 "measure in metrics(), whose passes all workers run together",
             )
         need, parallel = float(sum(sizes(self.setup.parallel.module).values())), self.setup.parallel
@@ -54,7 +55,8 @@ class WholeCopy:
 
     @contextlib.contextmanager
     def filled(self) -> Iterator[nn.Module]:
-        """Context with the whole model and its current weights, in evaluation mode. Entering it is collective."""
+        """Context with the whole model and its current weights, in evaluation mode. Entering the context is
+        collective."""
         if self._model is None:
             self._model = self._built()
         model = self._model
@@ -99,7 +101,7 @@ class WholeCopy:
 
 
 def _twin(workload: Any) -> Any:
-    """A workload that stores the modules it builds separately; the workload itself keeps the trained model."""
+    """Workload that builds and stores modules separately, while the original workload keeps the trained model."""
     if not hasattr(workload, "__dict__"):
         return workload
     twin = object.__new__(type(workload))

@@ -1,14 +1,14 @@
-"""Shares of the global batch that follow the speed of each worker, measured while it trains.
+"""Shares of the global batch that follow the speed of each worker, measured during the training.
 
-A worker's speed is samples divided by the seconds from the beginning of its step, when its input is ready, to its last
-gradient. Other workers cannot delay that: no worker communicates meanwhile, except that DDP makes a model's buffers
-equal before the first forward pass, after which the clock then starts. The rest is the worker's own: forward and
-backward passes of all its micro-batches, and their copies to the device. Limits: the optimizer's update, which is the
-same for all, is not included; on shared machines, reductions of other workers use some of the cores; and a workload
-that communicates in its own loss is measured with the wait.
+A worker's speed is its samples divided by the seconds from the beginning of its step, when its input is ready, to its
+last gradient. Other workers cannot delay this, since no worker communicates in the meantime. The one exception is that
+DDP synchronises a model's buffers before the first forward pass; the clock then starts after that. The measured time
+covers the worker's own work: forward and backward passes of all its micro-batches, and copies to the device. Limits:
+the optimizer's update, which is the same for all, is not included; on shared machines, reductions of other workers use
+some of the cores; and for a workload that communicates in its own loss, waiting is included.
 
-The fixed part of a micro-batch's time makes a speed depend on the share it was measured at. The shares still converge
-correctly: they are stable only when all workers finish together."""
+The fixed part of a micro-batch's time makes a speed depend on the share at which it was measured. The shares still
+converge correctly: they are stable only when all workers finish together."""
 
 import statistics
 import time
@@ -27,9 +27,9 @@ MEASURED_STEPS = 16  # steps before a measurement is taken; their median leaves 
 
 
 class WorkerShares:
-    """The shares of all workers, which change only with `shares.by speed`.
+    """Shares of all workers, which change only with `shares.by speed`.
 
-    before: `state` of a checkpoint. now: samples of a full batch by rank; None means equal shares."""
+    before: `state` in a checkpoint. now: samples of a full batch by rank; None means equal shares."""
 
     def __init__(
         self, config: RunConfig, recipe: Recipe, place: RankContext, before: Mapping[str, Any] | None = None
@@ -50,7 +50,7 @@ class WorkerShares:
         return self._recipe.measure_shares_every_steps is not None
 
     def first_words(self, *, deterministic: bool) -> list[tuple[str, bool]]:
-        """Warnings and notes on unequal shares, each with whether it is a warning."""
+        """Warnings and notes about unequal shares, each with a flag that marks it as a warning."""
         words = [(described(self.now, self.speeds), False)] if self.now is not None else []
         if deterministic and self._follows_speed:
             warning = (
@@ -61,20 +61,21 @@ class WorkerShares:
         return words
 
     def watch(self, module: nn.Module) -> None:
-        """Measure the training of this module from now on, if shares follow speed."""
+        """Measure the training of this module from now on, if shares follow the speed."""
         if self._follows_speed:
             self._meter = ComputeMeter(module, self._place.device)
 
     def begin_step(self, step: int) -> None:
-        """Begin step `step`, counted from 1, on this rank, once its batch is available."""
+        """Begin step `step`, counted from 1, on this rank once its batch is available."""
         every = self._recipe.measure_shares_every_steps
         if self._meter is not None and every is not None and (-step) % every < MEASURED_STEPS:
             self._meter.begin()
 
     def end_step(self, step: int, num_rows: int) -> str | None:
-        """End the step, with so many rows of this rank; logs a change of the shares from the next step on.
+        """End the step, which had this many rows of this rank. Logs a change of the shares, which applies from the next
+        step on.
 
-        Collective in every `measure_every`-th step, and the same on all ranks."""
+        Collective in every `measure_every`-th step; all ranks get the same result."""
         if self._meter is None:
             return None
         found = self._meter.end()
@@ -86,7 +87,7 @@ class WorkerShares:
         return self._decide()
 
     def state(self) -> dict[str, Any] | None:
-        """State for a checkpoint: a resumed training continues with the same shares."""
+        """State for a checkpoint, so that a resumed training continues with the same shares."""
         if self.speeds is None:
             return None
         return {"speeds": list(self.speeds), "shares": list(self.now or self._equal)}
@@ -112,7 +113,7 @@ class WorkerShares:
         return described(shares, self.speeds)
 
     def measured_speed(self) -> float:
-        """Samples a second computed by this rank since the last measurement; 0 if it had none to compute."""
+        """Samples per second that this rank has computed since the last measurement; 0 if it had none to compute."""
         times = [self._meter.seconds(found) / rows for rows, found in self._measured] if self._meter else []
         median = statistics.median(times) if times else 0.0
         return 1.0 / median if median > 0 else 0.0
@@ -145,7 +146,7 @@ class ComputeMeter:
         self._start, self._end = self._mark(), None
 
     def end(self) -> Any:
-        """End the step; returns the argument of `seconds`, or None for the first step and for one that is not
+        """End the step. Returns the argument for `seconds`, or None for the first step and for a step that is not
         measured."""
         was_on, self._is_on = self._is_on, False
         if not was_on or self._end is None:
@@ -155,7 +156,7 @@ class ComputeMeter:
         return (self._start, self._end) if self._num_steps > 1 else None
 
     def seconds(self, found: Any) -> float:
-        """Seconds of a measured step; on a GPU this waits for it."""
+        """Seconds of a measured step; on a GPU this waits for the device."""
         start, end = found
         if not self._is_cuda:
             return float(end - start)

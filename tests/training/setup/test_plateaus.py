@@ -151,7 +151,7 @@ def test_two_workers_take_the_same_decisions(gloo, strategy, kind):
         (
             Own(),
             {"evaluation.every": None},
-            r"schedule\(\) returned .*ReduceLROnPlateau.*evaluation\.every is not given",
+            r"schedule\(\) returned .*ReduceLROnPlateau.*evaluation\.every is not set",
         ),
         (Classify(num_val=9), {**PLATEAU, "evaluation.every": None}, r"evaluation\.every is needed"),
         (Classify(), PLATEAU, r"schedule\.watch is val/loss min.*no splits to evaluate"),

@@ -70,7 +70,7 @@ def test_a_loss_in_training_mode_alone_that_evaluations_need_is_refused_before_t
     class WithoutMetrics(own.OnlyInTraining):
         metrics = None
 
-    with pytest.raises(WorkloadError, match=r"the loss of val is needed there.*\n.*return `loss` among metrics"):
+    with pytest.raises(WorkloadError, match=r"the loss of val is needed there.*\n.*return `loss` from metrics"):
         train_alone(WithoutMetrics(num_val=9), STEP)
     assert train_alone(WithoutMetrics(), STEP).summary.steps == 1
 

@@ -140,7 +140,7 @@ def test_placeholders_and_ranks_of_one_replica_do_not_count(gloo, strategy):
     ("make", "text"),
     [
         ("unreduced", r"Unreduced without a reduction of total \(Unreduced in .*test_torchmetrics.py:\d+\)"),
-        ("wrapper", r"MinMaxMetric.*its state lies in others \(BinaryAccuracy\)"),
+        ("wrapper", r"MinMaxMetric.*its state is stored in other metrics \(BinaryAccuracy\)"),
         ("no metric", r"metric_objects\(\)\['measured'\] is dict"),
         ("several", r"val/measured is \[2, 2\].*must be one number"),
         ("fails", r"(?s)metrics\(\)\['measured'\].*test_torchmetrics\.py.*these rows are odd"),
