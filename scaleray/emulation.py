@@ -12,8 +12,7 @@ scaling, overlap, stragglers and pipeline bubbles are tested with it, and runs r
 
 `emulate` adds the same sleeps to the modules of a model that computes. What is not emulated: memory, contention for a
 device, kernels of other speeds at other sizes. A pass that autograd splits (zero bubble) sleeps whole in its part for
-the inputs. For CPU workers: on a GPU the sleep would hold the thread that launches, not the device.
-"""
+the inputs. For CPU workers: on a GPU the sleep would hold the thread that launches, not the device."""
 
 # no `from __future__ import annotations`: torch looks at the types that a communication hook is annotated with
 
@@ -40,8 +39,7 @@ class Timing:
     """Compute time of a layer in seconds: a fixed part for each pass, and one for each sample (first dimension) in it.
 
     jitter: a pass takes between 1 - jitter and 1 + jitter times as long, drawn from (seed, pass, layer, rank), so that
-    a second run sleeps the same. slowdown: factors by rank, for stragglers.
-    """
+    a second run sleeps the same. slowdown: factors by rank, for stragglers."""
 
     forward_s: float = 0.0
     forward_s_per_sample: float = 0.0
@@ -78,8 +76,7 @@ class Interval:
     """Interval in which a pass or a reduction ran. kind: forward, backward or reduce; index: that of the layer or
     bucket; number: which pass or step it is, from 0.
 
-    Times are seconds of `time.perf_counter`, which on Linux is one clock for all processes of a machine.
-    """
+    Times are seconds of `time.perf_counter`, which on Linux is one clock for all processes of a machine."""
 
     kind: str
     index: int
@@ -127,8 +124,7 @@ class EmulatedLayer(nn.Module):
 
     It computes x + tanh(x) * mean of the rows of `weight`, (num_parameters / width, width): every parameter has a
     gradient, so that collectives, optimizer and checkpoints carry as much as those of a layer of that size. index:
-    number of the layer, for its jitter and the timeline. rank: None takes that of the process group.
-    """
+    number of the layer, for its jitter and the timeline. rank: None takes that of the process group."""
 
     def __init__(
         self,
@@ -156,8 +152,7 @@ def emulate(
     """Let each of these modules take the time of `timing` on top of its own; the function returned undoes it.
 
     Each module must return a tensor, or a tuple or list whose first item is one.
-    Raises ConfigError in the first pass otherwise.
-    """
+    Raises ConfigError in the first pass otherwise."""
     hooks = [
         module.register_forward_hook(_after_forward(_Sleeper(timing, index, rank, timeline)))
         for index, module in enumerate(modules)
@@ -183,8 +178,7 @@ class EmulatedLink:
     them.
 
     A bucket of n bytes takes latency_s + n / bytes_per_s, one bucket after another, during the backward pass. Use it as
-    `model.register_comm_hook(group, link.reduce)`; gradients are averaged over the group. For buckets on the CPU.
-    """
+    `model.register_comm_hook(group, link.reduce)`; gradients are averaged over the group. For buckets on the CPU."""
 
     def __init__(self, *, bytes_per_s: float, latency_s: float = 0.0, timeline: Timeline | None = None) -> None:
         if not bytes_per_s > 0 or not latency_s >= 0:

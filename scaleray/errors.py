@@ -20,8 +20,7 @@
 
 A message has four parts: what, the value found if there is one, the reason or what is allowed, and what to do next.
 Arguments are the positional `args` of the exception, so that each one survives the pickling that carries it from a
-worker.
-"""
+worker."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ class UsageError(ScaleRayError):
 
     A quoted value and an `allowed` of `it does not exist` give `WHAT FOUND does not exist.` A `what` of `loss()` gives
     `loss() returned FOUND: ALLOWED.` None, a value that was not given, is called required or missing. `problem` makes a
-    text without a value.
-    """
+    text without a value."""
 
     exit_code = 2
 
@@ -83,8 +81,7 @@ class UsageError(ScaleRayError):
 class ConfigError(UsageError):
     """A config value is missing, unknown or impossible.
 
-    `what` is the dotted key, with the file and line where known.
-    """
+    `what` is the dotted key, with the file and line where known."""
 
     @property
     def key(self) -> str:
@@ -139,8 +136,7 @@ class InitialisationError(RunFailedError):
 class StepFailedError(RunFailedError):
     """The workload's code raised in a step.
 
-    step: how many were complete; steps_done: by this worker, since its start.
-    """
+    step: how many were complete; steps_done: by this worker, since its start."""
 
     def __init__(self, text: str, steps_done: int = 0, step: int = -1) -> None:
         super().__init__(text, steps_done, step)

@@ -1,8 +1,7 @@
 """Interface of a user's workload: a model, the data, and a loss that is a sum and a count.
 
 A workload is a class with three methods and a few optional ones; `scaleray.Workload` is a base class that
-documents them, and any class with the same methods works. Nothing here imports torch.
-"""
+documents them, and any class with the same methods works. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -69,16 +68,14 @@ class Workload:
         """Data by split: `train` is needed, every other split (`val`, `test`, ...) is evaluated.
 
         A value is a dict of arrays with rows along dimension 0, a source of `scaleray.data`
-        (`ParquetSource`, `TokenSource`, `TarSource`), a torch Dataset or IterableDataset, or a Ray Dataset.
-        """
+        (`ParquetSource`, `TokenSource`, `TarSource`), a torch Dataset or IterableDataset, or a Ray Dataset."""
         raise NotImplementedError
 
     def loss(self, model: nn.Module, batch: Batch) -> SumAndCount:
         """Loss summed over the micro-batch, and the number of samples (or tokens) summed over.
 
         Return the sum, not the mean: the gradient is the sum over all micro-batches and workers divided by the
-        total count, which stays exact with accumulation, padding and uneven shares.
-        """
+        total count, which stays exact with accumulation, padding and uneven shares."""
         raise NotImplementedError
 
     def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
@@ -91,16 +88,14 @@ class Workload:
 
         outputs: those of all rows of all workers and micro-batches, in the order of the batch; every worker computes
         the loss of them. Return the sum over rows with their number, or (mean, 1). Evaluations take it over
-        `batch.global_size` rows at a time.
-        """
+        `batch.global_size` rows at a time."""
         raise NotImplementedError
 
     def preprocessor(self) -> Any:
         """A preprocessor of Ray Data, or an object with `fit(columns)` and `transform(columns)`. Optional.
 
         It is fitted once on the train split, applied to all splits as they are read, before `transform`, and saved with
-        the run for `scaleray predict`. Columns may hold text before it.
-        """
+        the run for `scaleray predict`. Columns may hold text before it."""
         return None
 
     def transform(self, rows: dict[str, Any], rng: Any) -> Mapping[str, Any]:
@@ -108,37 +103,32 @@ class Workload:
 
         rows: the columns of a block, arrays with the rows along dimension 0 (or `scaleray.data.Ragged`). rng: a
         `scaleray.data.RowRandom`, which draws for each row from that row's own seed. An optional third parameter,
-        `split`, is the name of the split. Runs where rows are read, in the worker or in Ray tasks.
-        """
+        `split`, is the name of the split. Runs where rows are read, in the worker or in Ray tasks."""
         return rows
 
     def collate(self, rows: Any) -> Any:
         """A micro-batch of tensors, in any structure, from its rows: a list of dicts of tensors. Optional.
 
         Rows may differ in length; `rows.columns` has them by column. `collate = scaleray.data.Padding(...)` can replace
-        the method. Without it the columns themselves are the batch.
-        """
+        the method. Without it the columns themselves are the batch."""
         return rows.columns
 
     def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, SumAndCount]:
         """Evaluation metrics as sums and counts, for example {"accuracy": (num_right, num_rows)}. Optional.
 
-        Include `loss` if it is available: evaluation then saves the forward pass of `loss()`.
-        """
+        Include `loss` if it is available: evaluation then saves the forward pass of `loss()`."""
         return {}
 
     def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Any] | None:
         """Predictions of the model for a batch, for `scaleray predict`: tensors by name with an element for each row,
         for example {"label": logits.argmax(1)}; lists of texts are allowed too. Optional.
 
-        The batch may lack labels. None: the model's output in `loss` is used.
-        """
+        The batch may lack labels. None: the model's output in `loss` is used."""
         return None
 
     def read_data(self, path: str) -> Any:
         """Rows of other data at a local path, in the form of a split of `datasets()`, for `--data` of `scaleray
-        predict` and `scaleray evaluate`. Labels may be missing. Optional. None: read the path as files of tables.
-        """
+        predict` and `scaleray evaluate`. Labels may be missing. Optional. None: read the path as files of tables."""
         return None
 
     def optimizer(
@@ -146,8 +136,7 @@ class Workload:
     ) -> torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None:
         """The workload's own optimizer, or None for the configured one. `settings` holds the derived learning rate.
 
-        May return several optimizers by name if they share no parameters, or if `losses()` returns a loss for each.
-        """
+        May return several optimizers by name if they share no parameters, or if `losses()` returns a loss for each."""
         return None
 
     def losses(self) -> Mapping[str, Callable[[nn.Module, Batch], SumAndCount]] | None:
@@ -163,8 +152,7 @@ class Workload:
 
         recipe: derived values, such as `total_steps`, `steps_per_epoch`, `warmup_steps`, `schedule_steps` and
         `learning_rate`; the optimizer already has its rates. Called again on copies of the optimizer that train
-        nothing. With several optimizers it receives them by name and returns schedules by name.
-        """
+        nothing. With several optimizers it receives them by name and returns schedules by name."""
         return None
 
     def end_of_split(self) -> Mapping[str, tuple[float, float]]:
@@ -185,16 +173,14 @@ class Workload:
     def metric_objects(self) -> Mapping[str, Any]:
         """Metrics that are not a sum and a count, such as AUROC, as torchmetrics objects by name. Optional.
 
-        `metrics` then returns the arguments of their `update` under these names.
-        """
+        `metrics` then returns the arguments of their `update` under these names."""
         return {}
 
     def evaluate(
         self, model: nn.Module, batches: Iterable[Batch], *, split: str, rank: int, world_size: int
     ) -> Mapping[str, SumAndCount]:
         """Measurements that take more than a forward pass, such as generation, as sums and counts over this worker's
-        `batches` of a split. They are summed over workers. Optional, in addition to `metrics`.
-        """
+        `batches` of a split. They are summed over workers. Optional, in addition to `metrics`."""
         return {}
 
     def callbacks(self) -> Iterable[Any]:
@@ -210,16 +196,14 @@ class Workload:
         """Name of each tensor of the model's state dict in a folder of weights in Hugging Face's layout. Optional.
 
         config: the folder's config.json; raise WorkloadError if it describes another model. None: the names are the
-        model's own.
-        """
+        model's own."""
         return None
 
     def export(self, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
         """Write a new folder from which another library reads the trained model, for `scaleray export RUN --out
         FOLDER`. Optional.
 
-        weights: by the names of the model's state dict, on the CPU, with any adapters merged.
-        """
+        weights: by the names of the model's state dict, on the CPU, with any adapters merged."""
         raise NotImplementedError
 
     def tensor_plan(
@@ -232,8 +216,7 @@ class Workload:
         blocks). The model must return what the loss needs whole, as plain tensors equal on all workers. With
         `sequence_parallel`, activations between the layers should be split along the sequence, and every module with
         parameters must be named; otherwise, omitted modules compute the same on all workers. Raise ConfigError for a
-        size that does not fit.
-        """
+        size that does not fit."""
         return None
 
 
@@ -248,8 +231,7 @@ def load_workload(
 
     A relative path is looked up from the current directory, then from `base_dir` (the folder of the config file).
     imported: function that imports the part before the colon, instead of these folders and Python's import. Raises
-    WorkloadError with the user's own part of the traceback.
-    """
+    WorkloadError with the user's own part of the traceback."""
     target, _, attribute = name.partition(":")
     if not target or not attribute:
         raise WorkloadError(

@@ -127,8 +127,7 @@ class Catalog:
         copy.
 
         Returns the damage found. Damage that `is_lost` makes the checkpoint unusable. By default the manifests are
-        compared as well.
-        """
+        compared as well."""
         found, names = [], sorted(manifest.files) if files is None else list(files)
         size = sum(manifest.files[name].num_bytes for name in names) * len(self.stores) / MIB
         with stage(f"reading step {manifest.step}", total=size, unit="MiB") as reading:
@@ -149,8 +148,7 @@ class Catalog:
 
     def check_manifest(self, manifest: Manifest, *, heal: bool = True) -> list[Damage]:
         """Compare the manifests of all stores with this one, which was read from one of them; with `heal`, replace
-        those that differ.
-        """
+        those that differ."""
         found = []
         name, text = f"{manifest.name}/{FILE_NAME}", manifest.to_json().encode()
         good = next((store for store in self.stores if _same(store, name, text)), None)

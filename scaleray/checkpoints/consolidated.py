@@ -217,8 +217,7 @@ def reshape_buffers(module: nn.Module, saved: Mapping[str, Tensor], *, may_regis
     """Give the buffers of a new model their saved shapes, since training may enlarge some or fill those that start as
     None.
 
-    may_register: add buffers that the model lacks, outside of its state dict.
-    """
+    may_register: add buffers that the model lacks, outside of its state dict."""
     parts = dict(module.named_modules())
     device = next((p.device for p in module.parameters()), None)
     for name, tensor in saved.items():

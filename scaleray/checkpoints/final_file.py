@@ -47,8 +47,7 @@ class FinalFile:
 def final_file(run_path: str) -> FinalFile | None:
     """Return the final weights of a run without checkpoints, such as a short one; None if it has some, or no such file.
 
-    Raises CheckpointError for a damaged file, and OSError if the folder cannot be read.
-    """
+    Raises CheckpointError for a damaged file, and OSError if the folder cannot be read."""
     store = Store(run_path)
     if PLAIN not in store.names() or Catalog.at(run_path)[0].newest() is not None:
         return None

@@ -96,8 +96,7 @@ class ModelFolder:
         names: source of each of `tensors`, as a name in the files. Tensors in `optional` need no source. Every tensor
         in the files must have a counterpart in the model, unless `is_part`: `tensors` are then those of a pipeline
         stage. Values are cast to wider dtypes only. Raises CheckpointError for the first tensor that does not fit,
-        before any change.
-        """
+        before any change."""
         wrong = sorted(set(names) - set(tensors))
         if wrong:
             raise CheckpointError(f"the model's {wrong[0]}", "missing", "weight_names() of the workload lists it")

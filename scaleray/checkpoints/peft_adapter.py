@@ -1,8 +1,7 @@
 """Low-rank adapters in the format of the library peft: adapter_config.json and adapter_model.safetensors.
 
 They are read into, and written from, the adapters of training.setup.fine_tuning, which are parameters `lora_a` and
-`lora_b` of the layers themselves. The layout is that of peft's `save_pretrained`; peft itself is not needed.
-"""
+`lora_b` of the layers themselves. The layout is that of peft's `save_pretrained`; peft itself is not needed."""
 
 import json
 import math

@@ -58,8 +58,7 @@ class Saver:
     their plan is kept. emit: receives
     CheckpointRecord from rank 0, and EventRecord from any rank that failed. A checkpoint that cannot be written is
     reported and abandoned, as the training is worth more. before_publishing: called on rank 0 once all files are
-    written, for more facts; an error in it abandons the checkpoint.
-    """
+    written, for more facts; an error in it abandons the checkpoint."""
 
     def __init__(
         self,
@@ -115,8 +114,7 @@ class Saver:
         """Start the checkpoint after `step` steps. Collective, in a thread.
 
         volatile: names of tensors that a forward pass may change.
-        values: non-tensor state as JSON, already copied.
-        """
+        values: non-tensor state as JSON, already copied."""
         started = time.perf_counter()
         self.wait()
         self.stall_s = 0.0
@@ -133,8 +131,7 @@ class Saver:
 
     def restate(self, values: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Add these values and facts, which became known later, to the last checkpoint: its manifest is rewritten, its
-        tensors stay. Acts on rank 0 only.
-        """
+        tensors stay. Acts on rank 0 only."""
         self.wait()
         if not self.is_first or self._last is None:
             return
@@ -278,8 +275,7 @@ class Saver:
 
 def _step_back() -> None:
     """Lower the priority of this thread, which hashes and writes while no other waits for it. Linux has a priority for
-    each thread; elsewhere that of the whole process would change, so nothing is done.
-    """
+    each thread; elsewhere that of the whole process would change, so nothing is done."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

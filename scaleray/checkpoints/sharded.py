@@ -4,8 +4,7 @@ file format.
 DCP decides which rank writes which parts (replicated tensors once, spread over the ranks; shards where they are) and
 which parts each rank must read if the world size or the strategy has changed. Its file format is not used: its metadata
 is a pickle, and it cannot omit unchanged parts. Here each rank writes one file of plain bytes, and the manifest holds
-the metadata.
-"""
+the metadata."""
 
 import contextlib
 import warnings
@@ -50,8 +49,7 @@ class ShardWriter(StorageWriter):
 
     base: parts of the last checkpoint by key; a part with the same digest there is referenced, not written. on_staged:
     called when training may change the tensors again. publish: receives the tensors, the new files, and the errors of
-    stores that did not accept a file. Pass the writer to `save` below, with the state.
-    """
+    stores that did not accept a file. Pass the writer to `save` below, with the state."""
 
     def __init__(
         self,
@@ -288,8 +286,7 @@ def load(
 
     stores: possible locations of the files; the first with good bytes is used. Collective over `group`: all ranks raise
     Incomplete if one of them finds its bytes nowhere. None: this rank reads what it needs, sharded or not, without
-    communication.
-    """
+    communication."""
     reader, planner = ShardReader(stores, manifest), DefaultLoadPlanner(flatten_state_dict=False)
     try:
         dcp.load(tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)

@@ -13,8 +13,7 @@ class Staging:
     """Host memory for the parts of the state that this rank writes; reused for the next checkpoint.
 
     A GPU fills it on a separate stream, concurrently with training: call `begin` in the training thread, `copy` and
-    `wait` in any other. This path has not been run.
-    """
+    `wait` in any other. This path has not been run."""
 
     def __init__(self) -> None:
         self._buffers: dict[Key, torch.Tensor] = {}

@@ -79,8 +79,7 @@ class Store:
         finally flushed to the disk. known: the hash, if another store of this class has computed it.
 
         A local file appears once it is completely written, an object once its upload is complete. An existing file is
-        replaced.
-        """
+        replaced."""
         digest, length = hashlib.sha256(), 0
         with self.writing(name) as stream:
             for piece in pieces:

@@ -1,8 +1,7 @@
 """Plain files of weights for other programs, by format: writing their bytes, and reading their tensors by name.
 
 A `.safetensors` file, a JSON header followed by bytes (https://huggingface.co/docs/safetensors), is written here
-tensor by tensor, so that a model need not fit into memory. Tied tensors are written under each of their names.
-"""
+tensor by tensor, so that a model need not fit into memory. Tied tensors are written under each of their names."""
 
 import contextlib
 import io
@@ -99,8 +98,7 @@ def opened_torch(path: str) -> Iterator[tuple[list[str], Callable[[str], torch.T
 
 def load_torch(path: str, content: io.BytesIO | None = None, *, what: str = "the file to import") -> Any:
     """Load a `.pt` file with only tensors and plain values. content: its bytes, if already in memory. Raises
-    CheckpointError for anything else.
-    """
+    CheckpointError for anything else."""
     source: Any = path if content is None else content
     try:
         try:

@@ -2,8 +2,7 @@
 every load.
 
 The list is next to the files: `weights.sha256.json` next to `weights.pt`, `sha256.json` in a folder such as `weights`.
-record.json also contains it, with the hashes of the manifests; MLflow has a copy of both.
-"""
+record.json also contains it, with the hashes of the manifests; MLflow has a copy of both."""
 
 import contextlib
 import dataclasses
@@ -42,8 +41,7 @@ def check_weights(run: Store, files: Sequence[str], *, recorded: Mapping[str, An
     """Compare files of one set of final weights with the hashes that the run recorded.
 
     files: names relative to the run's folder. recorded: `weights` of the run's record; None reads it from the folder.
-    Logs a warning if the run recorded no hash. Raises CheckpointError if a file or one of the lists differs.
-    """
+    Logs a warning if the run recorded no hash. Raises CheckpointError if a file or one of the lists differs."""
     folder = files[0].rpartition("/")[0]
     listed = _parsed(run, name := sums_name(files[0]), _values(run, name), prefix=f"{folder}/" if folder else "")
     stated = _parsed(run, RECORD, _recorded(run, "weights") if recorded is None else recorded)

@@ -1,4 +1,4 @@
-"""Parts of a model or a loss that depend on the degrees in `parallel`: a worker's tokens of a sequence, and experts."""
+"""Parts of a model or a loss that depend on the degrees in `parallel`: experts, and a worker's tokens of a sequence."""
 
 from scaleray.parallel.context import part, positions
 from scaleray.parallel.experts import MixtureOfExperts, balance_loss, expert_metrics

@@ -27,30 +27,31 @@ _attention = F.scaled_dot_product_attention
 
 @dataclass
 class Context:
-    """Workers that share each sequence. exchange: `heads` or `ring`. group: None in a rehearsal on one worker, in which
-    the first worker's tokens attend only to each other."""
+    """Workers that share each sequence. exchange: `heads` or `ring`. group: None in a rehearsal on one worker, where
+    the tokens of the first worker attend only to each other."""
 
     exchange: str
     size: int
     rank: int = 0
     group: dist.ProcessGroup | None = None
     run: Run = lambda start, payload: start()
-    """Start an exchange of this payload, and count it."""
+    """Function that starts an exchange of this payload and counts it."""
     heads_on: int = 1
-    """Workers that divide the heads of a layer, in a rehearsal, which has all of them."""
+    """Number of workers that would divide the heads of a layer; for a rehearsal, which has all of them."""
     has_values: bool = True
-    """False in a rehearsal with tensors of shapes alone, where a model may give a mask that it would leave out."""
+    """False in a rehearsal with tensors that have only shapes, where a model may pass a mask that it would otherwise
+    leave out."""
     has_cut: bool = False
     num_exchanges: int = 0
 
     @classmethod
     def over(cls, group: dist.ProcessGroup, exchange: str) -> Context:
-        """The context of a group's workers."""
+        """Make the context of a group's workers."""
         return cls(exchange, dist.get_world_size(group), dist.get_rank(group), group)
 
     def pieces(self) -> list[int]:
         """This worker's pieces of a sequence. By heads, sequences are cut into one piece per worker. In a ring, they
-        are cut into two per worker, an early one and a late one, so that causal attention is equal work for all."""
+        are cut into two per worker, an early and a late one, so that causal attention is equal work for all."""
         return [self.rank] if self.exchange == "heads" else [self.rank, 2 * self.size - 1 - self.rank]
 
 
@@ -58,8 +59,8 @@ _active: Context | None = None
 
 
 def part(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-    """This worker's tokens of a tensor with whole sequences along `dim`; all of them without `parallel.context`.
-    Raises WorkloadError for a length that the workers do not divide."""
+    """This worker's tokens of a tensor that has whole sequences along `dim`; all of them without `parallel.context`.
+    Raises WorkloadError for a length that the number of workers does not divide."""
     if _active is None:
         return tensor
     pieces = _active.pieces()
@@ -76,7 +77,7 @@ def part(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
 
 
 def positions(length: int, device: torch.device | None = None) -> torch.Tensor:
-    """Positions in the whole sequence (length,) of a worker's `length` tokens, as `part` gives them."""
+    """Positions (length,) in the whole sequence of the `length` tokens that `part` gives a worker."""
     if _active is None:
         return torch.arange(length, device=device)
     return part(torch.arange(length * _active.size, device=device), dim=0)
@@ -102,7 +103,7 @@ def summed(tensor: torch.Tensor) -> torch.Tensor:
 
 def counted_before(counts: torch.Tensor) -> torch.Tensor:
     """Sum of `counts` (rows, tokens, ...) over the tokens of each sequence before a worker's piece, for each of its
-    tokens; 0 if it has all of them. Collective over the workers that share sequences."""
+    tokens; 0 if the worker has all tokens. Collective over the workers that share sequences."""
     if _active is None or _active.group is None:
         return torch.zeros_like(counts)
     pieces = torch.stack([piece.sum(1) for piece in counts.chunk(len(_active.pieces()), dim=1)])
@@ -120,7 +121,7 @@ def counted_before(counts: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def whole_sequences() -> Iterator[None]:
-    """Context in which this worker computes with whole sequences alone, such as an evaluation by generation."""
+    """Context in which this worker computes alone with whole sequences, for example in an evaluation by generation."""
     global _active
     before, _active = _active, None
     try:
@@ -131,8 +132,8 @@ def whole_sequences() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sequences_shared(model: torch.nn.Module, context: Context) -> Iterator[None]:
-    """Context in which workers share each sequence. Raises WorkloadError at the end of a forward pass of `model`
-    without attention to exchange: its tokens would not attend to those of other workers."""
+    """Context in which workers share each sequence. Raises WorkloadError at the end of a forward pass of `model` that
+    called no attention with an exchange, since its tokens would not attend to those of other workers."""
     global _active
     _active = context
     F.scaled_dot_product_attention = _shared_attention
@@ -172,8 +173,8 @@ def _shared_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` over all tokens of the group, with this worker's part of queries, keys and values.
-    Collective."""
+    """`scaled_dot_product_attention` over all tokens of the group, given this worker's part of queries, keys and
+    values. Collective."""
     options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     if _active is None:
         return _attention(query, key, value, attn_mask=attn_mask, **options)
@@ -199,13 +200,13 @@ def _check_call(
     if not context.has_cut:
         raise WorkloadError.problem(
             "the workload",
-            "gives the model whole sequences, and parallel.context needs this worker's tokens of them",
-            "cut what goes along the sequence in loss() and metrics(): scaleray.parallel.part(tokens, dim=1)",
+            "gives the model whole sequences, but parallel.context needs only this worker's tokens",
+            "in loss() and metrics(), cut tensors along the sequence: scaleray.parallel.part(tokens, dim=1)",
         )
     if attn_mask is not None and context.has_values:
         raise WorkloadError.problem(
             "the model's attention",
-            "has a mask, but each worker has the part of its own tokens alone",
+            "has a mask, but each worker has only the part for its own tokens",
             "use is_causal, pack rows instead of padding them, or leave parallel.context out",
         )
     if query.ndim != 4 or (is_causal and query.shape[2] != key.shape[2]):
@@ -231,7 +232,7 @@ def _check_call(
 
 
 class _AllToAll(torch.autograd.Function):
-    """Exchange of equal parts along the first dimension (workers, ...); its own adjoint."""
+    """Exchange of equal parts along the first dimension (workers, ...), which is its own adjoint."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, context: Context) -> torch.Tensor:
@@ -246,7 +247,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over a group, each worker of which uses it for a part of one loss."""
+    """Sum over a group in which each worker uses the result for its part of one loss."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -261,7 +262,7 @@ class _Sum(torch.autograd.Function):
 
 
 def _to_heads(context: Context, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """All tokens of this worker's heads, of tensors (rows, heads, tokens, width) with its tokens of all heads."""
+    """All tokens of this worker's heads, from tensors (rows, heads, tokens, width) with its own tokens of all heads."""
     cut = [tensor.unflatten(1, (context.size, -1)).movedim(1, 0) for tensor in tensors]
     flat = torch.cat([tensor.flatten(1) for tensor in cut], dim=1)
     received = _AllToAll.apply(flat, context).split([tensor[0].numel() for tensor in cut], dim=1)

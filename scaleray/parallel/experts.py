@@ -1,9 +1,9 @@
 """Mixture of experts: a feed-forward layer with many experts, of which each token uses a few.
 
-Source: Shazeer et al. 2017, arXiv:1701.06538; softmax over all experts, and weights of the chosen ones that sum to 1,
-as in Jiang et al. 2024, Mixtral, arXiv:2401.04088. Without a capacity no token is dropped (Gale et al. 2022,
-MegaBlocks, arXiv:2211.15841). Capacity and balance are those of a sequence (DeepSeek-V2, arXiv:2405.04434), not of a
-worker's batch: results do not depend on how a batch is divided."""
+Source: Shazeer et al. 2017, arXiv:1701.06538; with a softmax over all experts and weights of the chosen ones that sum
+to 1, as in Jiang et al. 2024, Mixtral, arXiv:2401.04088. Without a capacity no token is dropped (Gale et al. 2022,
+MegaBlocks, arXiv:2211.15841). Capacity and balance apply to a sequence (DeepSeek-V2, arXiv:2405.04434), not to a
+worker's batch, so results do not depend on how a batch is divided."""
 
 import math
 from functools import partial
@@ -21,8 +21,9 @@ from scaleray.parallel.ring_attention import Run
 
 
 class DivisibleExperts(nn.Module):
-    """Experts that workers may divide: every parameter has one row for each. group: the workers of `parallel.expert`,
-    each of which holds equally many experts; None: this worker has all. run: starts an exchange with its payload."""
+    """Experts that workers may divide among them: every parameter has one row for each expert. group: the workers of
+    `parallel.expert`, each of which has equally many experts; None if this worker has all. run: starts an exchange with
+    its payload."""
 
     num_experts: int
     group: dist.ProcessGroup | None = None
@@ -47,8 +48,8 @@ class DivisibleExperts(nn.Module):
         return (by_choice.view(*chosen.shape, -1) * weights[..., None].to(found.dtype)).sum(-2)
 
     def _exchanged(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Output of each token's expert. tokens: (chosen, width), in the order of the experts; counts: (experts,) of
-        them. Collective over the group."""
+        """Output of each token's expert. tokens: (chosen, width), in the order of the experts; counts: (experts,),
+        number of tokens of each expert. Collective over the group."""
         if self.group is None:
             return self._computed(tokens, counts.tolist())
         size = dist.get_world_size(self.group)
@@ -90,7 +91,7 @@ class Experts(DivisibleExperts):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw each expert's weights as nn.Linear draws them."""
+        """Draw each expert's weights as nn.Linear does."""
         for weights in (self.gate, self.up, self.down):
             bound = 1 / math.sqrt(weights.shape[1])
             nn.init.uniform_(weights, -bound, bound)
@@ -101,12 +102,12 @@ class Experts(DivisibleExperts):
 
 
 class TransformersExperts(DivisibleExperts):
-    """Experts of a model of transformers, such as Mixtral's: a base in front of their own class, whose grouped products
-    do not exist in float64."""
+    """Experts of a transformers model, such as Mixtral's. A base class in front of their own class, whose grouped
+    products do not exist in float64."""
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
-        """Whether a module has the weights and the arguments that transformers gives its experts."""
+        """Whether a module has the weights and arguments that experts in transformers have."""
         lacks = ("has_bias", "is_transposed", "has_post_expert_norm")
         names = [name for name, _ in module.named_parameters()]
         return names == ["gate_up_proj", "down_proj"] and not any(getattr(module, name, True) for name in lacks)
@@ -123,10 +124,10 @@ class TransformersExperts(DivisibleExperts):
 
 
 class MixtureOfExperts(nn.Module):
-    """Feed-forward layer (rows, tokens, width) -> the same, of which each token uses `top_k` of `num_experts`.
+    """Feed-forward layer (rows, tokens, width) -> same shape, in which each token uses `top_k` of `num_experts`.
 
-    capacity: tokens that an expert takes of a sequence, relative to an even share; later ones are dropped, in the order
-    of positions. None: all. `parallel.expert` divides the experts over workers."""
+    capacity: number of tokens of a sequence that an expert accepts, relative to an even share; later tokens are
+    dropped, in the order of positions. None accepts all. `parallel.expert` divides the experts among workers."""
 
     def __init__(
         self, width: int, inner: int, num_experts: int, *, top_k: int = 2, capacity: float | None = None
@@ -140,10 +141,10 @@ class MixtureOfExperts(nn.Module):
         self.router = nn.Linear(width, num_experts, bias=False)
         self.experts = Experts(width, inner, num_experts)
         self.balance: torch.Tensor | None = None
-        """Balance loss of the last pass, summed over its tokens: num_experts x the share of tokens x the mean
-        probability of each expert, 1 for each token where all are even."""
+        """Balance loss of the last pass, summed over its tokens: num_experts x share of tokens x mean probability of
+        each expert, which is 1 per token if all are even."""
         self.dropped: tuple[torch.Tensor, int] | None = None
-        """Choices that the capacity dropped in the last pass, and all choices."""
+        """Number of choices that the capacity dropped in the last pass, and number of all choices."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         probabilities = self.router(x).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -159,14 +160,14 @@ class MixtureOfExperts(nn.Module):
         return found.view_as(x)
 
     def _balance(self, probabilities: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Balance loss of whole sequences (rows, tokens, experts), for this worker's tokens of them."""
+        """Balance loss of whole sequences (rows, tokens, experts), restricted to this worker's tokens."""
         tokens = probabilities.shape[1]
         counts = F.one_hot(chosen, self.num_experts).sum((1, 2)).to(probabilities.dtype)
         both = context.summed(torch.stack([counts / self.top_k, probabilities.sum(1)])) / (tokens * context.size())
         return tokens * self.num_experts * (both[0] * both[1]).sum()
 
     def _is_kept(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Whether an expert still takes each choice (rows, tokens, top_k) of a sequence."""
+        """Whether an expert still accepts each choice (rows, tokens, top_k) of a sequence."""
         assert self.capacity is not None
         places = F.one_hot(chosen.flatten(1), self.num_experts)
         before = context.counted_before(places) + places.cumsum(1) - places
@@ -175,12 +176,12 @@ class MixtureOfExperts(nn.Module):
 
 
 def mixtures(model: nn.Module) -> list[MixtureOfExperts]:
-    """Mixtures of experts in a model, or in a stage of a pipeline."""
+    """Mixtures of experts in a model or in a pipeline stage."""
     return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
 
 
 def divisible_experts(model: nn.Module) -> list[DivisibleExperts]:
-    """Experts in a model that workers can divide, after those of transformers got the forward pass that does."""
+    """Experts of a model that workers can divide. Those of transformers get a forward pass that supports this."""
     for module in model.modules():
         if TransformersExperts.fits(module) and not isinstance(module, TransformersExperts):
             own = type(module)
@@ -189,9 +190,9 @@ def divisible_experts(model: nn.Module) -> list[DivisibleExperts]:
 
 
 def expert_totals(model: nn.Module) -> torch.Tensor | None:
-    """Sums over the mixtures of a model's last pass, in a pipeline with those of earlier stages, which the model has as
-    `earlier_totals`: balance loss, dropped choices, choices under a capacity, and number of mixtures (4,). None if no
-    mixture was called."""
+    """Sums over the mixtures of a model's last pass (4,): balance loss, dropped choices, choices under a capacity, and
+    number of mixtures. In a pipeline they include those of earlier stages, which the model has as `earlier_totals`.
+    None if no mixture was called."""
     earlier = getattr(model, "earlier_totals", None)
     found = [] if earlier is None else [earlier]
     for layer in mixtures(model):
@@ -203,8 +204,8 @@ def expert_totals(model: nn.Module) -> torch.Tensor | None:
 
 
 def balance_loss(model: nn.Module) -> torch.Tensor:
-    """The balance loss of a model's last pass, summed over its mixtures and tokens; add a small multiple of it to a sum
-    of losses over tokens."""
+    """Balance loss of a model's last pass, summed over its mixtures and tokens. Add a small multiple of it to a sum of
+    losses over tokens."""
     return _totals(model)[0]
 
 
@@ -216,8 +217,8 @@ def _totals(model: nn.Module) -> torch.Tensor:
 
 
 def expert_metrics(model: nn.Module, tokens: int) -> dict[str, tuple[Any, Any]]:
-    """Sums and counts for `metrics()`: `expert_balance`, 1 where all experts get equally many of the `tokens` of the
-    last pass, and `expert_dropped`, the share of choices beyond the capacity."""
+    """Sums and counts for `metrics()`: `expert_balance`, which is 1 if all experts get equally many of the `tokens` of
+    the last pass, and `expert_dropped`, the share of choices beyond the capacity."""
     balance, dropped, choices, layers = _totals(model)
     found = {"expert_balance": (balance, tokens * int(layers))}
     return found | ({"expert_dropped": (dropped, int(choices))} if choices else {})

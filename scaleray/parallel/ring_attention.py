@@ -1,4 +1,4 @@
-"""Attention whose keys and values pass around a ring of workers while each computes with those it has."""
+"""Attention in which keys and values pass around a ring of workers, while each computes with those it has."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 Block = tuple[slice, slice, bool]
-"""Queries and keys that are computed together, and whether causally."""
+"""Queries and keys that are computed together, and whether attention is causal."""
 ALL = slice(None)
 Run = Callable[[Callable[[], Any], torch.Tensor], Any]
 Link = tuple[dist.ProcessGroup, Run]
@@ -24,7 +24,8 @@ def ring_attention(
     scale: float | None,
 ) -> torch.Tensor:
     """Attention (rows, heads, tokens, width) of this worker's queries over the keys and values of all workers.
-    Collective. Key heads may be fewer than query heads and divide them. run: starts a send with its payload."""
+    Collective. There may be fewer key heads than query heads, if they divide these. run: starts a send with its
+    payload."""
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
@@ -59,7 +60,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
-        """The gradients of a pair of keys and values travel with it, one worker behind, and arrive at its owner."""
+        """The gradients of keys and values travel with them, one worker behind, and finally arrive at their owner."""
         query, pair, output, log_sum = ctx.saved_tensors
         link, is_causal, scale = ctx.options
         ring, gradient = _Neighbours(*link), gradients[0].contiguous()
@@ -92,7 +93,8 @@ class _Neighbours:
         self._kept: list[torch.Tensor] = []
 
     def pass_on(self, tensor: torch.Tensor, tag: int = 0) -> tuple[torch.Tensor, list[Any]]:
-        """Begin to send a tensor to the next worker; returns the one that arrives, and the works to wait for."""
+        """Begin to send a tensor to the next worker. Returns the tensor that arrives, and the operations to wait
+        for."""
         arriving = torch.empty_like(tensor)
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         sends = dist.P2POp(dist.isend, tensor, group=self.group, tag=tag, group_peer=after)
@@ -102,15 +104,15 @@ class _Neighbours:
 
     @staticmethod
     def wait(works: list[Any]) -> None:
-        """Wait until tensors that `pass_on` sent and receives have arrived."""
+        """Wait until the tensors that `pass_on` sends and receives have arrived."""
         for work in works:
             work.wait()
 
 
 def _block(ring: _Neighbours, step: int, tokens: int, is_causal: bool) -> Block:
-    """Queries and keys of one step. With causal attention, each worker has an early and a late piece of a sequence:
-    with the keys of an earlier worker all queries need its early piece, with those of a later one the late queries need
-    all."""
+    """Queries and keys of one step. With causal attention, each worker has an early and a late piece of a sequence.
+    With the keys of an earlier worker, all queries need its early piece; with those of a later worker, the late queries
+    need all keys."""
     source, half = (ring.rank - step) % ring.size, tokens // 2
     if not is_causal or source == ring.rank:
         return ALL, ALL, is_causal
@@ -118,7 +120,7 @@ def _block(ring: _Neighbours, step: int, tokens: int, is_causal: bool) -> Block:
 
 
 def _attend(query: torch.Tensor, pair: torch.Tensor, block: Block, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a block, and the logarithm of the sum of its exponentials (rows, heads, tokens)."""
+    """Attention of a block, and the log-sum-exp of its scores (rows, heads, tokens)."""
     queries, keys, is_causal = block
     query, (key, value) = query[:, :, queries], _repeated(pair[:, :, :, keys], query)
     if query.is_cpu:

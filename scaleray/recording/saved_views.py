@@ -43,8 +43,7 @@ MOST_RULES = 6
 class Chart:
     """One chart. metrics: names; of a parallel or scatter chart, those after `params`. x_log, y_log: logarithmic axes.
 
-    kind: `LINE`, `BAR`, `SCATTER` (first param or metric against the last) or `PARALLEL`.
-    """
+    kind: `LINE`, `BAR`, `SCATTER` (first param or metric against the last) or `PARALLEL`."""
 
     kind: str
     section: str
@@ -134,8 +133,7 @@ def trainings_link(uri: str, experiment_id: str) -> str:
 def view_of(kind: str, name: str, run_id: str, record: StudyRecord | SweepRecord | None) -> View:
     """Charts of the parent's curves first, then of the children next to each other.
 
-    kind: as in the parent's tag. record: None while it runs; the charts are then those that need no curves.
-    """
+    kind: as in the parent's tag. record: None while it runs; the charts are then those that need no curves."""
     search = f"tags.`{KEY_TAG}` = '{run_id}'"
     if kind == "sweep":
         return _sweep_view(name, search, record if isinstance(record, SweepRecord) else None)

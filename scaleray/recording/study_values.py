@@ -92,8 +92,7 @@ def point_duration_s(point: Point) -> float:
 def trial_values(trial: Trial, *, ended_at: float) -> list[Value]:
     """A trial's single values at step 0, and its metric with the number of samples as step.
 
-    ended_at: wall clock in s.
-    """
+    ended_at: wall clock in s."""
     set_before = [
         Row(names.TRIAL_BATCH_SIZE, trial.batch_size),
         Row(names.TRIAL_LEARNING_RATE, trial.learning_rate),

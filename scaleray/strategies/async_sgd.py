@@ -1,4 +1,4 @@
-"""Asynchronous SGD with bounded staleness: workers do not wait for each other's updates, unless they are too old."""
+"""Asynchronous SGD with bounded staleness: workers wait for each other's updates only if these become too old."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,16 +22,17 @@ from scaleray.strategies.contract.parallel import Parallel, Tensors
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """Add 1/n of every worker's update on all n workers, on the others at most `gossip.max_staleness` steps late.
-    Collective.
+    """Add 1/n of every worker's update on all n workers; on the others it arrives at most `gossip.max_staleness` steps
+    late. Collective.
 
     In step t a worker has applied its own updates, all updates of all workers up to step t - 1 - max_staleness, and
-    newer ones that have arrived: stale synchronous parallel, Ho et al. 2013 (NeurIPS 26). There is no server: the sums
-    of a step's updates are all-reduced during the training, in a separate group, and added once they are complete. So
-    no worker gets a step's updates before the slowest one has made its own, and a constantly slower worker eventually
-    limits the others, as in every scheme with a bound. With max_staleness 0, plain SGD and equal counts on all ranks it
-    equals DDP. With `deterministic`, updates are applied exactly this many steps late, which makes runs repeatable.
-    Each worker has its own optimizer state. A synchronisation waits for all updates and makes replicas equal."""
+    newer ones that have arrived (stale synchronous parallel, Ho et al. 2013, NeurIPS 26). There is no server: the sums
+    of a step's updates are all-reduced during the training, in a separate group, and added once they are complete. No
+    worker can therefore receive a step's updates before the slowest one has made its own, and a constantly slower
+    worker eventually limits the others, as in every scheme with a bound. With max_staleness 0, plain SGD and equal
+    counts on all ranks, it is equal to DDP. With `deterministic`, updates are applied exactly this many steps late,
+    which makes runs repeatable. Each worker has its own optimizer state. A synchronisation waits for all updates and
+    makes replicas equal."""
     if mesh is None:
         raise ValueError("async_sgd needs a device mesh with the axis 'dp'")
     replicas = Replicas(model, mesh.get_group("dp"), bucket_mib=config.strategy.bucket_size_mib)
@@ -41,7 +42,8 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
 @dataclass(frozen=True)
 class _Update:
-    """This worker's part of a step's update, already applied, and the sum over all workers once it arrives."""
+    """This worker's part of a step's update, which is already applied, and the sum over all workers once it has
+    arrived."""
 
     own: torch.Tensor
     total: torch.Tensor
@@ -77,8 +79,8 @@ class Updates:
         self.outstanding.take_arrived()
 
     def synchronise(self) -> None:
-        """Apply every update, and make replicas equal: each added sums in a different order, with different
-        rounding."""
+        """Apply every update and make the replicas equal, since each has added sums in a different order, with
+        different rounding."""
         self.outstanding.take_all()
         self.replicas.average(measures=False)
 

@@ -1,4 +1,5 @@
-"""Data parallel training: every rank holds the model, gradients are averaged in buckets during the backward pass."""
+"""Data parallel training: every rank has the whole model, and gradients are averaged in buckets during the backward
+pass."""
 
 import contextlib
 import dataclasses
@@ -23,11 +24,11 @@ from scaleray.strategies.contract.weight_shares import WeightShare, whole
 from scaleray.strategies.traffic.bucket_arrivals import BucketArrivals
 
 BROADCAST_BYTES = 250 * 2**20
-"""Bytes of buffers that DDP broadcasts at a time; see `broadcast_bucket_size` of DistributedDataParallel."""
+"""Number of bytes of buffers that DDP broadcasts at a time; see `broadcast_bucket_size` of DistributedDataParallel."""
 
 
 def looking_for_unused(config: RunConfig) -> RunConfig:
-    """The config with a search for unused parameters that scaleray needs, without torch's advice to turn it off."""
+    """Config with the search for unused parameters that scaleray needs. Suppresses torch's advice to turn it off."""
     if dist.is_initialized():
         with contextlib.suppress(Exception):  # another release of torch: the advice is shown
             _take_advice()
@@ -35,7 +36,7 @@ def looking_for_unused(config: RunConfig) -> RunConfig:
 
 
 def _take_advice() -> None:
-    """Let torch give its advice on unused parameters now, which it does once in a process."""
+    """Let torch give its advice about unused parameters now; it does so only once in a process."""
     parameter = torch.zeros(1, requires_grad=True)
     assert dist.group.WORLD is not None
     reducer = dist.Reducer(
@@ -44,7 +45,8 @@ def _take_advice() -> None:
     output = parameter * 1
 
     class Catcher(torch.autograd.Function):
-        """Context of a warning of torch's C++ code that becomes one of Python; elsewhere it goes to stderr."""
+        """Context in which a warning from torch's C++ code becomes a Python warning; outside of it the warning goes to
+        stderr."""
 
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -59,15 +61,15 @@ def _take_advice() -> None:
 def rows(
     wrapped: DistributedDataParallel, num_steps: int, compressed: list[CollectiveRow] | None = None
 ) -> list[CollectiveRow]:
-    """All collectives of `num_steps` synchronised steps. compressed: those of a hook that sends gradients instead of
+    """All collectives of `num_steps` synchronised steps. compressed: those of a hook that sends gradients in place of
     DDP."""
     gradients = _gradient_rows(wrapped, num_steps) if compressed is None else compressed
     return [*gradients, *_other_rows(wrapped, num_steps)]
 
 
 def _gradient_rows(wrapped: DistributedDataParallel, num_steps: int) -> list[CollectiveRow]:
-    """The all-reduces of gradients in so many synchronised steps: of every bucket. The layout of buckets changes once,
-    after the first step; all of them together are as large as the trained parameters."""
+    """All-reduces of the gradients of every bucket in this many synchronised steps. The layout of buckets changes once,
+    after the first step. All buckets together are as large as the trained parameters."""
     if not num_steps:
         return []
     data = wrapped._get_ddp_logging_data()
@@ -79,8 +81,8 @@ def _gradient_rows(wrapped: DistributedDataParallel, num_steps: int) -> list[Col
 
 
 def _other_rows(wrapped: DistributedDataParallel, num_steps: int) -> list[CollectiveRow]:
-    """Bytes that DDP sends in addition to gradients: buffers, at the beginning of a step, and a map of used parameters
-    if it looks for unused ones."""
+    """Bytes that DDP sends in addition to gradients: buffers at the beginning of a step, and a map of used parameters
+    if it searches for unused ones."""
     found = []
     if wrapped.find_unused_parameters and not wrapped.static_graph:
         num_parameters = sum(p.requires_grad for p in wrapped._module_parameters)
@@ -96,7 +98,7 @@ def _count(data: dict[str, object], key: str) -> int:
 
 
 def _in_pieces(buffers: Sequence[torch.Tensor]) -> list[int]:
-    """Bytes of each broadcast: buffers of one type together, as torch packs them."""
+    """Bytes of each broadcast. Buffers of one type are sent together, as torch packs them."""
     pieces: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for buffer in buffers:
         own = pieces.setdefault((buffer.dtype, buffer.device), [0])
@@ -119,11 +121,11 @@ def _row(wrapped: DistributedDataParallel, operation: str, count: int, num_bytes
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """Wrap in DistributedDataParallel over `mesh["dp"]`. Collective: rank 0's parameters and buffers go to all ranks.
+    """Wrap the model in DistributedDataParallel over `mesh["dp"]`. Collective: rank 0's parameters and buffers go to
+    all ranks.
 
     Source: Li et al. 2020, arXiv:2006.15704. Buffers such as BatchNorm's statistics follow rank 0. With
-    `compression.name` gradients are sent in fewer bytes; clipping comes after.
-    """
+    `compression.name`, gradients are sent in fewer bytes; clipping follows."""
     if mesh is None:
         raise ValueError("ddp needs a device mesh with the axis 'dp'")
     group = mesh.get_group("dp")
@@ -201,7 +203,7 @@ def _wrapped(model: nn.Module, group: dist.ProcessGroup, settings: StrategySetti
 
 
 def _with_compression(parallel: Parallel, compression: Compression) -> Parallel:
-    """The same model with the state, bytes and metrics of compressed gradients."""
+    """The same model, with the state, bytes and metrics of compressed gradients."""
 
     def after_update(step: int) -> None:
         parallel.after_update(step)

@@ -1,4 +1,5 @@
-"""DiLoCo: replicas take many steps apart, and an outer optimizer then takes one step with the mean of their changes."""
+"""DiLoCo: replicas take many steps separately, then an outer optimizer takes one step with the mean of their
+changes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,14 +22,13 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     """Take local steps with the configured optimizer, and an outer Nesterov step every `local_sgd.sync_every` steps.
     Collective.
 
-    The outer gradient is the mean over the replicas of how far parameters have moved, from the anchor back; the outer
-    step moves the anchor, from which all replicas continue. Inner optimizers keep their own state; buffers are
-    averaged. The outer momentum and the anchor, a copy of the trained parameters each, are part of a checkpoint; on
-    another number of workers the momentum starts from zero and the anchor is the mean of the replicas. With
-    outer_learning_rate 1 and outer_momentum 0 it is local SGD without `average_momentum`. Source: Douillard et al.
-    2023, arXiv:2311.08105. With `fragments`, `overlap` and `mixing` it is streaming DiLoCo: Douillard et al. 2025,
-    arXiv:2501.18512, without quantised sums; a fragment's outer gradient is counted from its anchor.
-    """
+    The outer gradient is the anchor minus the current parameters, averaged over the replicas. The outer step moves the
+    anchor, from which all replicas continue. Inner optimizers keep their own state; buffers are averaged. The outer
+    momentum and the anchor, each as large as the trained parameters, are part of a checkpoint. On another number of
+    workers the momentum starts from zero, and the anchor is the mean of the replicas. With outer_learning_rate 1 and
+    outer_momentum 0, this is local SGD without `average_momentum`. Source: Douillard et al. 2023, arXiv:2311.08105.
+    With `fragments`, `overlap` and `mixing` it is streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512) without
+    quantised sums; a fragment's outer gradient is counted from its anchor."""
     settings = config.local_sgd
     apart = TrainingApart(model, mesh, config, workload)
     trained = apart.replicas.trained
@@ -50,7 +50,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
     @torch.no_grad()
     def outer_step(fragment: int, means: list[torch.Tensor], own: list[torch.Tensor]) -> None:
-        """Move the anchor of a fragment, and set its values. own: the values before averaging."""
+        """Move the anchor of a fragment, and set the fragment's values. own: values before averaging."""
         if not (start := [anchor[i] for i in members[fragment]]):
             return
         moved = [momentum[i] for i in members[fragment]]
@@ -65,7 +65,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         torch._foreach_copy_(parts(fragment), start)
 
     def after_local(since: int) -> None:
-        """Start averaging the next fragment, and take the outer step of the one that is due."""
+        """Start averaging the next fragment, and take the outer step of the fragment that is due."""
         if since % settings.fragment_every == 0:
             fragment = (since // settings.fragment_every - 1) % settings.fragments
             own = [trained[i] for i in members[fragment]]
@@ -112,12 +112,14 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
 
 def fragments(names: Sequence[str], settings: LocalSgdSettings) -> dict[str, int]:
-    """Fragment of each parameter of a whole model: runs of layers in order, of about equally many parameters."""
+    """Fragment of each parameter of a whole model. Fragments are runs of successive layers with about equally many
+    parameters."""
     return shared_out(dict.fromkeys(names, 1), settings.fragments)
 
 
 class InFlight:
-    """Mean of a fragment that the replicas form while they train on. begun: number of its step since the warm-up."""
+    """Mean of a fragment, which the replicas form while they continue training. begun: number of the step at which it
+    began, counted from the warm-up."""
 
     def __init__(self, fragment: int, begun: int, finish: Callable[[], list[torch.Tensor]]) -> None:
         self.fragment, self.begun = fragment, begun
@@ -125,6 +127,6 @@ class InFlight:
         self._means: list[torch.Tensor] | None = None
 
     def means(self) -> list[torch.Tensor]:
-        """The mean of each parameter's part on this rank. Waits for it. Collective."""
+        """Mean of each parameter's part on this rank, after waiting for it. Collective."""
         self._means = self._finish() if self._means is None else self._means
         return self._means

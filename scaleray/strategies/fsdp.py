@@ -1,5 +1,5 @@
 """Fully sharded data parallel training: parameters, gradients and optimizer state are sharded over the workers. Each
-unit of the model is gathered for use and freed again; its gradient is reduced to the shards. Built on torch's
+unit of the model is gathered for use and then freed; its gradient is reduced to the shards. Built on torch's
 `fully_shard` (FSDP2). Sources: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054; Zhao et al. 2023, PyTorch FSDP,
 arXiv:2304.11277, section 3.2.2 for HSDP."""
 
@@ -38,8 +38,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Sharded:
-    """Model whose parameters are shards. sent: counts its collectives; window: passes own gradients to a watcher;
-    arrivals: times of this rank's arrivals at them."""
+    """Model whose parameters are shards. sent: counts its collectives. window: passes own gradients to a watcher.
+    arrivals: times at which this rank arrives at the collectives."""
 
     model: nn.Module
     root: Root
@@ -51,8 +51,8 @@ class Sharded:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context whose backward passes leave whole gradients on each worker;
-        the next one outside reduces their sum."""
+        """Context in which backward passes leave whole gradients on each worker; the next pass outside of it reduces
+        their sum."""
         _wrapped(self.model).set_requires_gradient_sync(False)
         try:
             yield
@@ -61,16 +61,15 @@ class Sharded:
 
 
 class Root(OnModel):
-    """Module that runs user code while parameters outside units are whole; units are gathered when called.
+    """Module that runs user code while parameters outside units are whole; units are gathered when they are called.
 
-    It has no parameters of its own. torch calls the outermost `fully_shard` module the root, gathers and completes in
-    its forward pass alone, and would do neither for a method of the model, or a part of it, that is called without the
-    model.
-    """
+    It has no parameters of its own. torch treats the outermost `fully_shard` module as the root and gathers and
+    completes only in its forward pass. It would do neither for a method or a part of the model that is called on its
+    own."""
 
     @classmethod
     def over(cls, model: nn.Module, mesh: DeviceMesh) -> Root:
-        """The root over a model processed by `fully_shard`, with its units."""
+        """Make the root of a model processed by `fully_shard`, with its units."""
         root = cls(model)
         # inputs and results are the user's, who gets them as they are; the model casts its own
         fully_shard(
@@ -95,12 +94,11 @@ class Root(OnModel):
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """Shard the model over `mesh`: one axis `dp`, or `replicate` and `shard` (HSDP). Collective in forward and
-    backward.
+    """Shard the model over `mesh`, with one axis `dp`, or `replicate` and `shard` (HSDP). Collective in forward and
+    backward passes.
 
-    Parameters become DTensors of the same names. Buffers are whole on each worker and follow rank 0 after every step.
-    Raises WorkloadError for a model that cannot be sharded, ConfigError for units that do not fit the settings.
-    """
+    Parameters become DTensors with the same names. Buffers are whole on each worker and follow rank 0 after every step.
+    Raises WorkloadError for a model that cannot be sharded, ConfigError for units that do not fit the settings."""
     if mesh is None:
         raise ValueError("fsdp needs a device mesh with the axis 'dp', or 'replicate' and 'shard'")
     settings = config.fsdp
@@ -150,15 +148,16 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
 @dataclass(frozen=True)
 class DividedExperts:
-    """Experts of a model, of which each worker of a group has equally many. mesh: over which each is sharded."""
+    """Experts of a model, divided equally among the workers of a group. mesh: axes over which each worker's experts are
+    sharded."""
 
     modules: list[DivisibleExperts]
     mesh: DeviceMesh
     degree: int
 
     def shard(self, **options: Any) -> None:
-        """Make a unit of each, sharded along the width if its workers divide that. Call it before units around them are
-        made."""
+        """Make each a unit, sharded along the width if the number of workers divides it. Must be called before the
+        units around them are made."""
         for module in self.modules:
             dim = 1 if all(p.shape[1] % self.mesh.size(-1) == 0 for p in module.parameters()) else 0
             fully_shard(module, mesh=self.mesh, shard_placement_fn=partial(_along, Shard(dim)), **options)
@@ -169,14 +168,14 @@ def _along(placement: Shard, parameter: nn.Parameter) -> Shard:
 
 
 def experts_of(model: nn.Module, degree: int) -> list[DivisibleExperts]:
-    """The experts of a model that `degree` workers divide. Raises WorkloadError for a model without experts, or with a
-    number that the workers do not divide."""
+    """Experts of a model, to be divided among `degree` workers. Raises WorkloadError for a model without experts, or if
+    their number cannot be divided equally."""
     modules = divisible_experts(model)
     if not modules:
         raise WorkloadError(
             "parallel.expert",
             degree,
-            "it divides experts of scaleray.parallel.MixtureOfExperts and transformers, and the model has no experts",
+            "it divides experts of scaleray.parallel.MixtureOfExperts and transformers, but the model has none",
             "leave it out",
         )
     for module in modules:
@@ -191,8 +190,8 @@ def experts_of(model: nn.Module, degree: int) -> list[DivisibleExperts]:
 
 def divide_experts(model: nn.Module, mesh: DeviceMesh, degree: int) -> DividedExperts:
     """Keep this worker's experts, as DTensors over `degree` neighbours along the last data axis of the mesh, and over
-    `tp` if they are split over it. Collective. Raises WorkloadError for a model without experts, or with a number that
-    the workers do not divide."""
+    `tp` if they are split over it. Collective. Raises WorkloadError for a model without experts, or if their number
+    cannot be divided equally."""
     data = [name for name in mesh.mesh_dim_names or () if name != "tp"][:-1]
     fine = mesh._unflatten(len(data), (mesh.size(len(data)) // degree, degree), ("of_experts", "ep"))
     ours = fine["ep"]
@@ -215,8 +214,9 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh, degree: int) -> DividedEx
 def shard(
     model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any, experts: DividedExperts | None = None
 ) -> Sharded:
-    """Shard a model in place over a mesh of one axis, or of two of which the first replicates (also DTensors of another
-    mesh, as tensor parallelism makes them). No collective. Raises WorkloadError and ConfigError."""
+    """Shard a model in place over a mesh of one axis, or of two axes of which the first replicates. Parameters may
+    already be DTensors of another mesh, as with tensor parallelism. Not collective. Raises WorkloadError and
+    ConfigError."""
     settings = config.fsdp
     dtype = _check_parameters(model)
     units = choose_units(model, settings, workload)
@@ -274,9 +274,9 @@ def shard(
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Euclidean norm over all gradients, whole or sharded on any meshes, as a plain tensor equal on all ranks.
-    Collective over the meshes of sharded ones, in the order in which they first occur. Computed in float64: squares of
-    large float32 gradients overflow."""
+    """Euclidean norm over all gradients, whole or sharded on any meshes, as a plain tensor that is equal on all ranks.
+    Collective over the meshes of sharded gradients, in the order in which they first occur. Computed in float64, since
+    squares of large float32 gradients overflow."""
     by_layout: dict[Any, list[torch.Tensor]] = {}
     for gradient in gradients:
         if isinstance(gradient, DTensor) and any(isinstance(p, Partial) for p in gradient.placements):
@@ -302,7 +302,7 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def share_of_square(gradients: Sequence[torch.Tensor], mesh: DeviceMesh) -> float:
-    """This rank's share of the squared norm of gradients that are all sharded over `mesh`. Not collective."""
+    """This rank's share of the squared norm of gradients, all of which are sharded over `mesh`. Not collective."""
     if not gradients:
         return 0.0
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
@@ -326,7 +326,7 @@ def check_one_dtype(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.dty
 
 
 def mixed_precision(config: RunConfig, dtype: torch.dtype) -> tuple[MixedPrecisionPolicy, list[str]]:
-    """Types in which parameters of `dtype` are gathered and their gradients reduced, and notes for the user."""
+    """Types in which parameters of `dtype` are gathered and their gradients are reduced, and notes for the user."""
     settings = config.fsdp
     if config.precision.dtype == "fp64":
         ignored = [k for k in ("parameter_dtype", "reduce_dtype") if getattr(settings, k) is not None]
@@ -339,21 +339,22 @@ def mixed_precision(config: RunConfig, dtype: torch.dtype) -> tuple[MixedPrecisi
 
 
 def with_output(policy: MixedPrecisionPolicy, dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Policy of the whole model, whose output has the model's own type: the loss is computed in it."""
+    """Policy for the whole model, which returns its output in the model's own type, since the loss is computed in
+    it."""
     if policy.param_dtype is None:
         return policy
     return MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, output_dtype=dtype)
 
 
 def has_statistics(module: nn.Module) -> bool:
-    """Whether a layer keeps running statistics in addition to its parameters, which must be of one type with them."""
+    """Whether a layer has running statistics in addition to its parameters, which must have the same type as these."""
     return isinstance(module, _NormBase) and module.track_running_stats
 
 
 def shard_statistics(model: nn.Module, policy: MixedPrecisionPolicy, **options: Any) -> list[nn.Module]:
-    """Make units of the layers with running statistics, which keep their own type while their inputs are narrower, as
-    autocast leaves them. Must come before any module around them is sharded. Returns these layers; none if parameters
-    are gathered in their own type."""
+    """Make units of the layers with running statistics. They keep their own type while their inputs are narrower, as
+    with autocast. Must be called before any module around them is sharded. Returns these layers; none if parameters are
+    gathered in their own type."""
     if policy.param_dtype is None:
         return []
     found = [m for m in model.modules() if has_statistics(m) and any(True for _ in m.parameters(recurse=False))]
@@ -364,7 +365,7 @@ def shard_statistics(model: nn.Module, policy: MixedPrecisionPolicy, **options: 
 
 
 def _prefetch(units: list[FSDPModule], root: FSDPModule, distance: int) -> None:
-    """Let each unit gather the next `distance` ones before it computes, forward and backward."""
+    """Let each unit gather the next `distance` units before it computes, in forward and backward passes."""
     for number, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[number + 1 : number + 1 + distance])
         # torch gathers one ahead by default where the list is empty; the unit itself is gathered already and costs
@@ -377,8 +378,8 @@ def _prefetch(units: list[FSDPModule], root: FSDPModule, distance: int) -> None:
 
 
 def _check_parameters(model: nn.Module) -> torch.dtype:
-    """The dtype of the parameters that need a gradient. Raises WorkloadError for types that torch would refuse later,
-    or mishandle."""
+    """Dtype of the parameters that need a gradient. Raises WorkloadError for types that torch would refuse later or
+    handle incorrectly."""
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             raise WorkloadError(

@@ -26,15 +26,15 @@ from scaleray.strategies.contract.parallel import Parallel, Tensors
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """Take a local step, then mix with neighbours on `gossip.graph`, in every step. Collective between neighbours
-    alone.
+    """In every step, take a local step and then mix with neighbours on `gossip.graph`. Collective between neighbours
+    only.
 
-    Parameters and floating-point buffers are mixed, the optimizer's state is each worker's own. Synchronous: a worker
+    Parameters and floating-point buffers are mixed; the optimizer's state is each worker's own. Synchronous: a worker
     waits for the parameters of its neighbours after the same step (D-PSGD, Lian et al. 2017, arXiv:1705.09056, with the
-    update before the mixing). Asynchronous: it sends its parameters and continues; the neighbours' parameters are mixed
-    in when they arrive, at most `max_staleness` steps late (stochastic gradient push with overlap, Assran et al. 2018,
-    arXiv:1811.10792: each message carries a part of its sender's weight, so the mean loses nothing in flight). With
-    `deterministic` it is exactly this many steps late, which makes runs repeatable."""
+    update before the mixing). Asynchronous: it sends its parameters and continues, and the neighbours' parameters are
+    mixed in when they arrive, at most `max_staleness` steps late (stochastic gradient push with overlap, Assran et al.
+    2018, arXiv:1811.10792). Each message carries a part of its sender's weight, so that the mean loses nothing in
+    flight. With `deterministic`, messages are mixed in exactly this many steps late, which makes runs repeatable."""
     if mesh is None:
         raise ValueError("gossip needs a device mesh with the axis 'dp'")
     replicas = Replicas(model, mesh.get_group("dp"), bucket_mib=config.strategy.bucket_size_mib)
@@ -44,17 +44,17 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
 @dataclass(frozen=True)
 class _Letter:
-    """Messages from neighbours in one step: for each neighbour, its values in one row, then the weight that they
-    carry."""
+    """Messages from neighbours in one step. Each has the sender's values, concatenated, followed by the weight that
+    they carry."""
 
     received: list[torch.Tensor]
 
 
 class Mixing:
-    """Push-sum: a worker sends parts of its weight with its values, and receives those of others. Values are weighted
-    means, so they never overshoot, however late a message is, and the weights of all workers and messages add up to the
-    number of workers at any time. When nothing is late every weight is 1 after each step, and the values are those of
-    the mixing matrix."""
+    """Push-sum: a worker sends parts of its weight with its values, and receives parts from others. Values are weighted
+    means, so they never overshoot, however late a message is; and the weights of all workers and messages always add up
+    to the number of workers. If nothing is late, every weight is 1 after each step, and the values are those of the
+    mixing matrix."""
 
     def __init__(self, replicas: Replicas, config: RunConfig) -> None:
         self.replicas, self.settings, self.seed = replicas, config.gossip, config.seed
@@ -71,7 +71,7 @@ class Mixing:
         replicas.settle = self._settle
 
     def before_step(self, step: int) -> None:
-        """Do nothing: only parameters are sent."""
+        """Do nothing, since only parameters are sent."""
 
     def step(self, step: int) -> None:
         """Send to this step's neighbours, and mix in messages that are due or have arrived."""
@@ -108,7 +108,7 @@ class Mixing:
         self.inbox.add(_Letter(received), Arrival(their_works, is_watched=self.is_watched))
 
     def _mix(self, letter: _Letter) -> None:
-        """Replace this replica by its weighted mean with the received values."""
+        """Replace this replica by its weighted mean with the values received."""
         own = Replicas.flat(self.replicas.moving())
         own.mul_(self.weight.to(own.dtype))
         for received in letter.received:
@@ -118,7 +118,7 @@ class Mixing:
         Replicas.fill(self.replicas.moving(), own)
 
     def _settle(self) -> float:
-        """Temporarily mix in messages in flight to this worker, and return the weight of its values, 1 on average.
+        """Temporarily mix in the messages in flight to this worker, and return the weight of its values, 1 on average.
         Collective."""
         before = self.weight
         for letter in self.inbox.wait_all():
@@ -127,10 +127,10 @@ class Mixing:
         return float(weight)
 
     def synchronise(self) -> None:
-        """Do nothing: replicas continue with their own values."""
+        """Do nothing, since replicas continue with their own values."""
 
     def state(self) -> Tensors:
-        """This worker's weight, and messages in flight to it. Collective."""
+        """Weight of this worker, and messages in flight to it. Collective."""
         found = {"weight": self.weight.clone()}
         for position, letter in enumerate(self.inbox.wait_all()):
             found.update({f"letter.{position:04d}.{n:02d}": t for n, t in enumerate(letter.received)})
@@ -149,7 +149,7 @@ class Mixing:
             self.inbox.add(_Letter(received), Arrival([]))
 
     def wait(self) -> None:
-        """Wait for messages from and to this worker."""
+        """Wait for messages from this worker and to it."""
         self.inbox.wait_all()
         for arrival, _ in self.outbox:
             arrival.wait()

@@ -1,4 +1,4 @@
-"""Replicas that train apart and average occasionally: local SGD, and its common part with DiLoCo."""
+"""Replicas that train separately and average occasionally: local SGD, and the part that it shares with DiLoCo."""
 
 import contextlib
 import functools
@@ -22,12 +22,13 @@ from scaleray.strategies.pipeline import apply as pipeline
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """Take ordinary steps for `local_sgd.warmup_steps`, then local ones, averaged every `sync_every` steps. Collective.
+    """Take ordinary steps for `local_sgd.warmup_steps`, then local steps, averaged every `sync_every` steps.
+    Collective.
 
-    The optimizer's state is averaged with the parameters, if `average_momentum`. With sync_every 1, plain SGD and equal
-    counts on all ranks this is the training of DDP. Replicas have equal weight, so with different counts (the last
-    batch of an epoch, padded tokens) samples weigh more in a replica with fewer; `batch.drop_last` leaves such batches
-    out. A replica may be spread over workers, by `parallel.shard`, `tensor` and `pipeline`. Sources: Stich 2018,
+    With `average_momentum`, the optimizer's state is averaged together with the parameters. With sync_every 1, plain
+    SGD and equal counts on all ranks, the training is that of DDP. Replicas have equal weight, so if counts differ (the
+    last batch of an epoch, padded tokens), samples weigh more in a replica with fewer; `batch.drop_last` leaves such
+    batches out. A replica may be spread over workers by `parallel.shard`, `tensor` and `pipeline`. Sources: Stich 2018,
     arXiv:1805.09767; after a warm-up (post-local SGD): Lin et al. 2018, arXiv:1808.07217, whose hierarchical form is
     `node_sync_every`."""
     settings = config.local_sgd
@@ -48,7 +49,7 @@ class TrainingApart:
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> None:
         if mesh is None:
-            raise ValueError("replicas that train apart need a device mesh with the axis 'dp'")
+            raise ValueError("replicas that train separately need a device mesh with the axis 'dp'")
         self.settings = config.local_sgd
         bucket_mib = config.strategy.bucket_size_mib
         self.warm_up: Parallel | None = None
@@ -86,8 +87,9 @@ class TrainingApart:
         state: Callable[[], Tensors] = dict,
         load_state: Callable[[Tensors], None] = lambda state: None,
     ) -> Parallel:
-        """Strategy as the loop takes it. after_local: called after each local step, with its number since the warm-up;
-        begin: before the first one of a run, resumed or not, with equal replicas; wait: waits for sums in flight."""
+        """Strategy in the form that the loop uses. after_local: called after each local step, with its number since the
+        warm-up. begin: called before the first local step of a run, resumed or not, when replicas are equal. wait:
+        waits for sums in flight."""
         warmup_steps, every, node_every = (
             self.settings.warmup_steps,
             self.settings.sync_every,
@@ -162,7 +164,7 @@ class TrainingApart:
 
 
 class _Route(nn.Module):
-    """Module that runs the user's code within DDP during the warm-up, and on the model itself afterwards."""
+    """Module that runs the user's code within DDP during the warm-up, and directly on the model afterwards."""
 
     def __init__(self, target: nn.Module) -> None:
         super().__init__()
@@ -173,8 +175,8 @@ class _Route(nn.Module):
 
 
 def node_group(group: dist.ProcessGroup, config: RunConfig) -> dist.ProcessGroup:
-    """Process group of the ranks of `group` on this rank's node.
-    Collective over all processes, as torch's `new_group` is."""
+    """Process group of those ranks of `group` that are on this rank's node. Collective over all processes, like torch's
+    `new_group`."""
     node_size, timeout = config.local_sgd.node_size, timedelta(seconds=config.scale.collective_timeout_s)
     ranks = dist.get_process_group_ranks(group)
     nodes: list[Any] = [position // node_size for position in range(len(ranks))] if node_size else [None] * len(ranks)
@@ -191,8 +193,8 @@ def node_group(group: dist.ProcessGroup, config: RunConfig) -> dist.ProcessGroup
 
 
 def group_for_means(mesh: DeviceMesh, config: RunConfig) -> dist.ProcessGroup:
-    """Process group of this rank's part of all replicas, for sums that are in flight for several steps. Collective over
-    all processes."""
+    """Process group over this rank's part of all replicas, for sums that are in flight for several steps. Collective
+    over all processes."""
     timeout = timedelta(seconds=config.scale.collective_timeout_s * (1 + config.local_sgd.overlap))
     axis = (mesh.mesh_dim_names or ()).index("replicate") if mesh.ndim > 1 else 0
     own = None
@@ -205,6 +207,6 @@ def group_for_means(mesh: DeviceMesh, config: RunConfig) -> dist.ProcessGroup:
 
 @functools.cache
 def machine() -> tuple[str, str]:
-    """Identity that all processes on one machine share: its boot ID, as containers may have host names of their own."""
+    """Identifier shared by all processes on a machine: its boot ID, since containers may have their own host names."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return ("boot", boot.read_text().strip()) if boot.exists() else ("host", socket.gethostname())

@@ -1,7 +1,7 @@
-"""Tensor parallelism: neighbouring workers hold a part of each layer, by the workload's plan; FSDP is applied on top,
-or the layers become stages of a pipeline.
+"""Tensor parallelism: neighbouring workers have a part of each layer, according to the workload's plan. FSDP is applied
+on top, or the layers become stages of a pipeline.
 
-Workers of one group have the same rows and compute the same loss. The plan's styles define their communication in
+Workers of one group have the same rows and compute the same loss. The styles in the plan define their communication in
 forward and backward passes (torch.distributed.tensor.parallel)."""
 
 import logging
@@ -42,12 +42,11 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """Split `model` over `mesh["tp"]` by `workload.tensor_plan`; fully_shard that over the data axes.
+    """Split `model` over `mesh["tp"]` by `workload.tensor_plan`, and apply fully_shard to it over the data axes.
 
-    Collective. A module that the plan leaves out computes the same on every worker of a group. Raises WorkloadError
-    without a plan, or for one that does not fit. Sources: Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism:
-    Korthikanti et al. 2022, arXiv:2205.05198.
-    """
+    Collective. A module that the plan leaves out computes the same on every worker of a group. Raises WorkloadError if
+    there is no plan, or if it does not fit. Sources: Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism:
+    Korthikanti et al. 2022, arXiv:2205.05198."""
     if mesh is None:
         raise ValueError("tensor needs a device mesh with the axis 'tp' and those of the data")
     replicas = data_axes(mesh)
@@ -105,14 +104,14 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         bytes_sent=lambda: passes.sent.num_bytes,
         collectives=passes.sent.rows,
         arrivals=None if is_compiled else passes.arrivals,
-        no_arrivals="compiled graphs wait where it cannot be seen" if is_compiled else "",
+        no_arrivals="waits inside compiled graphs cannot be observed" if is_compiled else "",
         tell_phases=passes.tell_phases,
         notes=notes,
     )
 
 
 def _ignore_known_warnings() -> None:
-    """Hide two warnings of torch that every model gets whose layers are split and sharded."""
+    """Hide two warnings that torch gives for every model whose layers are both split and sharded."""
     # outputs of split layers are views made by a function of torch's own, on which autograd refuses operations in place
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
     # a parameter cut along two axes is gathered in two operations; gathers sum nothing
@@ -120,9 +119,9 @@ def _ignore_known_warnings() -> None:
 
 
 class SplitLayers:
-    """Layers of a model split over `mesh`, in place: every parameter is a DTensor, split by its style, or whole on each
-    worker. Frozen and tied parameters stay so. Collective. Raises WorkloadError without a plan, or for one that does
-    not fit."""
+    """Layers of a model, split over `mesh` in place. Every parameter becomes a DTensor, either split according to its
+    style or whole on each worker. Frozen and tied parameters remain so. Collective. Raises WorkloadError if there is no
+    plan, or if it does not fit."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) -> None:
         _ignore_known_warnings()
@@ -150,13 +149,13 @@ class SplitLayers:
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """The part of the mesh whose workers have samples of their own: `dp`, or `replicate` and `shard`."""
+    """Part of the mesh whose workers have samples of their own: `dp`, or `replicate` and `shard`."""
     return mesh["replicate", "shard"] if "replicate" in (mesh.mesh_dim_names or ()) else mesh["dp"]
 
 
 def plan_of(model: nn.Module, config: RunConfig, workload: Any, *, size: int) -> Mapping[str, ParallelStyle]:
-    """Styles of the layers of a model split over `size` workers. Raises WorkloadError without a plan, or for one that
-    names modules which the model lacks."""
+    """Styles of the layers of a model that is split over `size` workers. Raises WorkloadError if there is no plan, or
+    if it names modules that the model lacks."""
     make: Callable[..., Any] | None = getattr(workload, "tensor_plan", None)
     plan = None
     if callable(make):
@@ -188,7 +187,7 @@ def plan_of(model: nn.Module, config: RunConfig, workload: Any, *, size: int) ->
 def _shard(
     model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any, experts: DividedExperts | None
 ) -> list[str]:
-    """Shard the parts of a replica over the replicas; returns notes for the user."""
+    """Shard the parts of a replica over the replicas. Returns notes for the user."""
     dtype = check_one_dtype(model.named_parameters())
     policy, notes = mixed_precision(config, dtype)
     blocks = workload.blocks(model) if callable(getattr(workload, "blocks", None)) else None
@@ -204,7 +203,8 @@ def _shard(
 
 
 def _replicate_the_rest(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Make the parameters that the plan left out whole DTensors, as an update cannot mix these with plain tensors."""
+    """Turn the parameters that the plan left out into whole DTensors, since an update cannot mix these with plain
+    tensors."""
     for name, module in list(model.named_modules()):
         left = [n for n, p in module.named_parameters(recurse=False) if not isinstance(p, DTensor)]
         if not left:
@@ -227,8 +227,8 @@ def _replicate_the_rest(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel
 
 
 def refuse_uneven_cuts(model: nn.Module, plan: Mapping[str, ParallelStyle], *, size: int) -> None:
-    """Refuse inputs with a number of tokens that the workers do not divide, if a layer cuts its output along them: a
-    collective of unequal parts would end the process."""
+    """Raise an error for inputs whose number of tokens the workers do not divide, if a layer splits its output along
+    them, since a collective of unequal parts would end the process."""
     for name, module in model.named_modules():
         for key, style in plan.items():
             if isinstance(style, PrepareModuleOutput):  # its output has the layout before its style
@@ -250,7 +250,7 @@ def refuse_uneven_cuts(model: nn.Module, plan: Mapping[str, ParallelStyle], *, s
 
 
 def _ties(model: nn.Module) -> list[list[str]]:
-    """Names of parameters that are one tensor, in lists of two and more."""
+    """Lists of two or more names of parameters that are the same tensor."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -258,7 +258,7 @@ def _ties(model: nn.Module) -> list[list[str]]:
 
 
 def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
-    """Merge the copies of each shared parameter that styles made for its uses. Raises WorkloadError."""
+    """Merge the copies of each shared parameter that the styles made for its uses. Raises WorkloadError."""
     for first, *others in ties:
         shared = model.get_parameter(first)
         for name in others:
@@ -275,14 +275,14 @@ def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
 
 
 def complete(parameter: torch.Tensor) -> None:
-    """Sum a gradient that came from parts of the sequence, after each backward pass, and cut it as its parameter is."""
+    """After each backward pass, sum a gradient computed from parts of the sequence, and split it like its parameter."""
     gradient = parameter.grad
     if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
         parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 class _Hooks:
-    """Record of the forward hooks that a model had, to remove those that were added later."""
+    """Records the forward hooks of a model, in order to remove those that are added later."""
 
     def __init__(self, model: nn.Module) -> None:
         self._before = {m: {kind: set(getattr(m, kind)) for kind in HOOKS} for m in model.modules()}

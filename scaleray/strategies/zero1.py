@@ -1,4 +1,4 @@
-"""ZeRO-1: data parallel training with optimizer work and state divided, each parameter on one rank."""
+"""ZeRO-1: data parallel training in which optimizer work and state are divided, with each parameter on one rank."""
 
 import dataclasses
 from typing import Any
@@ -17,11 +17,11 @@ from scaleray.strategies.traffic.ledger import Ledger
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """DDP whose optimizer updates on each rank about 1/n of the parameters; the others receive its results. Collective.
+    """DDP in which the optimizer updates about 1/n of the parameters on each rank, and the other ranks receive its
+    results. Collective.
 
     Works with every optimizer that updates a parameter from its own gradient and state. Gradients stay whole on every
-    rank (they are reduced as DDP does). Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.1 (P_os).
-    """
+    rank (they are reduced as in DDP). Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.1 (P_os)."""
     parallel = ddp.apply(model, mesh, config, workload)
     assert mesh is not None  # ddp has checked it
     group = mesh.get_group("dp")
@@ -65,10 +65,10 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
 
 def share_out(sizes: list[int], num_parts: int) -> list[int]:
-    """Part number of each item such that the parts' sums are similar: the largest items first, each to the lightest
-    part.
+    """Part number of each item, chosen so that the sums of the parts are similar: the largest items come first, each in
+    the lightest part.
 
-    No part exceeds 4/3 - 1/(3 num_parts) of the best possible largest one. Source: Graham 1969, doi:10.1137/0117039."""
+    No part exceeds 4/3 - 1/(3 num_parts) of the smallest possible maximum. Source: Graham 1969, doi:10.1137/0117039."""
     weights, parts = [0] * num_parts, [0] * len(sizes)
     for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         parts[item] = min(range(num_parts), key=lambda part: (weights[part], part))

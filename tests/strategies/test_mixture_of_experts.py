@@ -109,7 +109,7 @@ def _built(workload):
 
 
 REFUSED = {
-    "no experts": (SmallTransformer(), {"parallel.expert": 2, "parallel.shard": 2}, "the model has no experts"),
+    "no experts": (SmallTransformer(), {"parallel.expert": 2, "parallel.shard": 2}, "but the model has none"),
     "number": (
         SmallTransformer(num_experts=3),
         {"parallel.expert": 2, "parallel.shard": 2},

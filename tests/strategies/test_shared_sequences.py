@@ -125,7 +125,7 @@ REFUSED = {
     "never cut": (Whole(), CONTEXT, "gives the model whole sequences.*scaleray.parallel.part"),
     "length": (OddRows(), CONTEXT, "11 tokens: parallel.context 2 cuts it into 2 equal pieces.*such as 12"),
     "length in a ring": (OddRows(), RING, "cuts it into 4 equal pieces"),
-    "mask": (Masked(), CONTEXT, "has a mask, but each worker has the part of its own tokens"),
+    "mask": (Masked(), CONTEXT, "has a mask, but each worker has only the part for its own tokens"),
     "dropout in a ring": (Dropping(), RING, "attention has dropout 0.5, which a ring does not support"),
     "no attention": (WithoutAttention(), CONTEXT, "called no scaled_dot_product_attention"),
 }

@@ -1,1 +1,1 @@
-"""Parts of the strategies whose replicas train apart and synchronise occasionally."""
+"""Parts of the strategies whose replicas train separately and synchronise occasionally."""

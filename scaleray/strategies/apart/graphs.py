@@ -1,20 +1,18 @@
-"""Graphs of gossip (the pairs of workers that average in a step) as mixing matrices, the same on all ranks without
-communication.
-"""
+"""Gossip graphs (the pairs of workers that average in a step) as mixing matrices, the same on all ranks without
+communication."""
 
 import numpy as np
 
 
 def mixing_matrix(graph: str, size: int, step: int, *, seed: int = 0) -> np.ndarray:
-    """Mixing weights (size, size) of step `step`, counted from 1: row i has the weights of all ranks in rank i's new
+    """Mixing weights (size, size) for step `step`, counted from 1. Row i has the weights of all ranks in rank i's new
     mean.
 
-    Rows and columns sum to 1, so that a step of mixing changes no mean. `ring`: the rank itself and both neighbours, a
-    third each, as in Lian et al. 2017, arXiv:1705.09056. `exponential`: half of itself, half of the rank at distance 1,
-    2, 4, ... in turn; with 2^k ranks k steps of mixing alone give the exact mean (Assran et al. 2018,
-    arXiv:1811.10792). `matching`: half of itself, half of a random partner, new in each step; of an odd number of ranks
-    one stays alone (Boyd et al. 2006, doi:10.1109/TIT.2006.874516).
-    """
+    Rows and columns sum to 1, so mixing leaves the mean unchanged. `ring`: one third each from the rank itself and its
+    two neighbours, as in Lian et al. 2017, arXiv:1705.09056. `exponential`: half from itself, half from the rank at
+    distance 1, 2, 4, ... in successive steps; with 2^k ranks, k steps of mixing alone give the exact mean (Assran et
+    al. 2018, arXiv:1811.10792). `matching`: half from itself, half from a random partner, drawn again in each step; if
+    the number of ranks is odd, one has no partner (Boyd et al. 2006, doi:10.1109/TIT.2006.874516)."""
     if graph == "ring":
         return _ring(size)
     if graph == "exponential":

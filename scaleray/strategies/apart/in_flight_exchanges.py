@@ -1,6 +1,6 @@
-"""Messages and sums between workers in flight during training, with a limit on their number. A worker waits only when
-it reaches the limit, which bounds its lead over the slowest worker it receives from. Used by strategies.gossip and
-strategies.async_sgd."""
+"""Messages and sums that are in flight between workers during training, with a limit on their number. A worker waits
+only when it reaches the limit, which bounds its lead over the slowest worker from which it receives. Used by
+strategies.gossip and strategies.async_sgd."""
 
 import threading
 import time
@@ -18,9 +18,10 @@ from scaleray.strategies.traffic.ledger import Entry
 
 Payload = TypeVar("Payload")
 BESIDE = "exchanges"
-"""Name of such a group in the ledger of collectives."""
+"""Name of such a process group in the ledger of collectives."""
 BESIDE_TRAINING = "exchanges during training"
-"""Description of process groups whose operations may be in flight for several steps, and so have their own timeout."""
+"""Description of process groups whose operations may be in flight for several steps and therefore have a separate
+timeout."""
 
 
 class Arrival:
@@ -40,7 +41,7 @@ class Arrival:
         return not self._thread.is_alive() if self._is_watched else all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
-        """Wait until all operations are complete. Raises torch's error when a peer is gone."""
+        """Wait until all operations are complete. Raises torch's error if a peer is gone."""
         if self._is_watched:
             self._thread.join()
         else:
@@ -62,8 +63,9 @@ class Arrival:
 
 class Outstanding(Generic[Payload]):
     """Exchanges in the order in which they began. `take` is called once for each, in that order. most: largest number
-    in flight at the end of a step; with 0 each one is waited for, and timed in `entry`. in_order_of_time: take each as
-    soon as it arrives; otherwise exactly `most` steps late, which makes a run repeatable."""
+    in flight at the end of a step; with 0, each exchange is waited for, and the wait is recorded in `entry`.
+    in_order_of_time: take each as soon as it arrives; otherwise exactly `most` steps late, which makes a run
+    repeatable."""
 
     def __init__(self, take: Callable[[Payload], None], entry: Entry, *, most: int, in_order_of_time: bool) -> None:
         self._take, self._entry, self._most, self._early = take, entry, most, in_order_of_time
@@ -101,16 +103,16 @@ class Outstanding(Generic[Payload]):
 
 
 class Exchange(Protocol):
-    """Communication of replicas that never synchronise fully, concurrent with the training."""
+    """Communication of replicas that never synchronise fully, running concurrently with the training."""
 
     def before_step(self, step: int) -> None:
         """Begin step `step`, counted from 1."""
 
     def step(self, step: int) -> None:
-        """Send, and apply messages that are due, after the optimizer's step."""
+        """Send after the optimizer's step, and apply messages that are due."""
 
     def synchronise(self) -> None:
-        """Synchronise with the other replicas, right after measuring the consensus distance. Collective."""
+        """Synchronise with the other replicas, immediately after the consensus distance is measured. Collective."""
 
     def state(self) -> Tensors:
         """State of this worker, including messages in flight to it. Collective."""
@@ -119,12 +121,12 @@ class Exchange(Protocol):
         """Restore what `state` returned."""
 
     def wait(self) -> None:
-        """Wait until nothing is in flight, taken or not. Collective."""
+        """Wait until nothing is in flight, whether taken or not. Collective."""
 
 
 def always_apart(replicas: Replicas, exchange: Exchange, group: dist.ProcessGroup, config: RunConfig) -> Parallel:
-    """Strategy of replicas that take every step alone and synchronise every `gossip.meet_every` steps. group: the
-    exchange's."""
+    """Strategy of replicas that take every step separately and synchronise every `gossip.meet_every` steps. group:
+    process group of the exchange."""
     meet_every = config.gossip.meet_every
 
     def after_update(step: int) -> None:
@@ -153,9 +155,8 @@ def always_apart(replicas: Replicas, exchange: Exchange, group: dist.ProcessGrou
 
 
 def group_for_exchanges(group: dist.ProcessGroup, config: RunConfig, *, most: int) -> dist.ProcessGroup:
-    """Process group of the same ranks, for messages in flight, next to the collectives of `group`. Collective over all
-    processes.
-    """
+    """Process group of the same ranks, for messages in flight alongside the collectives of `group`. Collective over all
+    processes."""
     # an exchange may be under way for as many steps, each of which may take as long
     timeout = timedelta(seconds=config.scale.collective_timeout_s * (1 + most))
     found = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout, group_desc=BESIDE_TRAINING)
@@ -165,5 +166,5 @@ def group_for_exchanges(group: dist.ProcessGroup, config: RunConfig, *, most: in
 
 
 def must_be_watched(group: dist.ProcessGroup) -> bool:
-    """Whether messages between two ranks need a thread that waits for them: gloo's never report completion."""
+    """Whether messages between two ranks need a thread that waits for them, because gloo's never report completion."""
     return str(dist.get_backend(group)) == "gloo"

@@ -1,6 +1,6 @@
-"""Replicas of a model that train apart: their mean, and their distance from it.
+"""Replicas of a model that train separately: their mean, and their distance from it.
 
-Used by every strategy in which ranks hold different values of the same parameters. Each replica has equal weight in a
+Used by every strategy in which ranks have different values of the same parameters. Each replica has equal weight in a
 mean, whatever its share of the samples. Frozen parameters never change and are not sent."""
 
 import contextlib
@@ -28,9 +28,9 @@ from scaleray.strategies.traffic.ledger import Ledger
 
 
 class Replicas:
-    """This rank's replica, or its part of one, and the same part of the others, on the ranks of `group`. Methods are
-    collective over it unless noted. inner: the replica as `whole`, a group of ranks, trains it; None: it is this
-    rank's."""
+    """This rank's replica (or its part of one) and the corresponding replicas or parts on the ranks of `group`. Methods
+    are collective over `group` unless noted. inner: the replica as trained by `whole`, a group of ranks; None if this
+    rank trains it alone."""
 
     def __init__(
         self,
@@ -52,16 +52,16 @@ class Replicas:
         """All traffic of this rank: the means formed here, and the strategy's own exchanges."""
         self.settle: Callable[[], float] = lambda: 1.0
         """Apply everything in flight to the replica, and return its weight in the mean, 1 on average. Its values are
-        put back afterwards."""
+        restored afterwards."""
         self._measured: Later | None = None  # squared distance of the replicas from their mean, and its squared norm
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the optimizer of the trained parameters. Not collective."""
+        """Receive the optimizer of the trained parameters. Not collective."""
         self.optimizer = optimizer
 
     def moving(self) -> list[torch.Tensor]:
-        """Tensors that training changes and that have a mean: trained parameters and floating-point buffers.
-        Not collective."""
+        """Tensors that training changes and that have a mean: trained parameters and floating-point buffers. Not
+        collective."""
         return [*self.trained, *(b for b in dense_buffers(self.model) if _has_mean(b))]
 
     def metrics(self) -> Metrics:
@@ -77,8 +77,8 @@ class Replicas:
         with_momentum: bool = False,
         measures: bool = True,
     ) -> None:
-        """Replace tensors, by default trained parameters and buffers, by their mean over `group`, by default all
-        replicas; if it is all of them, the consensus distance is measured just before. with_momentum: average the
+        """Replace tensors (by default trained parameters and buffers) by their mean over `group` (by default all
+        replicas). If it covers all replicas, the consensus distance is measured just before. with_momentum: average the
         optimizer's state too."""
         moving = self.moving() if tensors is None else tensors
         self._average(moving, group or self.group, measures=measures and group is None)
@@ -89,9 +89,9 @@ class Replicas:
     def begin_mean(
         self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup
     ) -> Callable[[], list[torch.Tensor]]:
-        """Start to average values of trained parameters over `group`, of the ranks of this one, while training
-        continues. Returns a function that waits for the means of this rank's parts, and measures their
-        distance."""
+        """Start to average values of trained parameters over `group`, which has the same ranks as the replicas', while
+        training continues. Returns a function that waits for the means of this rank's parts and measures the distance
+        from them."""
         parts = [local(parameter.detach()) for parameter in parameters]
         copies = {id(part): self._copies[id(p)] for part, p in zip(parts, parameters, strict=True)}
         entry = self.sent.entry("exchanges", self.size, ALL_REDUCE)
@@ -117,7 +117,7 @@ class Replicas:
         return finish
 
     def average_gradients(self) -> None:
-        """Replace gradients by their mean; those that only some replicas have are zero in the others."""
+        """Replace gradients by their mean. A gradient that only some replicas have counts as zero in the others."""
         has = torch.tensor([p.grad is not None for p in self.trained], dtype=torch.int8, device=self._device)
         dist.all_reduce(has, op=dist.ReduceOp.MAX, group=self.group)
         used = [p for p, is_used in zip(self.trained, has.tolist(), strict=True) if is_used]
@@ -141,8 +141,8 @@ class Replicas:
 
     @contextlib.contextmanager
     def averaged(self, with_optimizer: bool) -> Iterator[None]:
-        """Context in which the model holds the mean of the replicas, and the optimizer that of its state if requested;
-        counters among the buffers are rank 0's. Afterwards every value is restored bit-identically."""
+        """Context in which the model has the mean of the replicas and, if requested, the optimizer the mean of its
+        state. Counters among the buffers are those of rank 0. Afterwards every value is restored bit-identically."""
         state = (
             [tensor for _, tensor in self._optimizer_tensors()] if with_optimizer else []
         )  # a copy doubles its memory
@@ -162,8 +162,8 @@ class Replicas:
                     tensor.copy_(value)
 
     def parallel(self, *, model: nn.Module | None = None, **course: Any) -> Parallel:
-        """`Parallel` for replicas that train apart. model: module that runs the user's code, if it is not the replica
-        itself. course: further fields of `Parallel`, such as the synchronised steps. Not collective."""
+        """`Parallel` for replicas that train separately. model: module that runs the user's code, if it is not the
+        replica itself. course: further fields of `Parallel`, such as the synchronised steps. Not collective."""
         return dataclasses.replace(
             self.inner,
             model=model if model is not None else self.inner.model,
@@ -178,12 +178,12 @@ class Replicas:
             metrics=self.metrics,
             arrivals=None,
             show_own_gradients=None,
-            no_arrivals="replicas train apart and do not wait for each other in every step",
+            no_arrivals="replicas train separately and do not wait for each other in every step",
             **course,
         )
 
     def weights(self) -> WeightShare:
-        """The mean of the replicas on the CPU, on rank 0 if it has a whole replica, else shared among all ranks.
+        """Mean of the replicas on the CPU: on rank 0 if it has a whole replica, otherwise divided among all ranks.
         Collective."""
         with self.averaged(False):
             if self.whole is not None:
@@ -192,7 +192,7 @@ class Replicas:
 
     @staticmethod
     def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Copies of tensors in one row (num_values,), in fp32 at least. Not collective."""
+        """Copies of tensors, concatenated (num_values,), in at least fp32. Not collective."""
         dtype = torch.float32
         for tensor in tensors:
             dtype = torch.promote_types(dtype, tensor.dtype)
@@ -201,12 +201,12 @@ class Replicas:
     @staticmethod
     @torch.no_grad()
     def fill(tensors: Sequence[torch.Tensor], values: torch.Tensor) -> None:
-        """Copy the values of a row from `flat` back into the tensors, in place. Not collective."""
+        """Copy the values of a result of `flat` back into the tensors, in place. Not collective."""
         for tensor, value in zip(tensors, values.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(value.view_as(tensor))
 
     def _optimizer_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Optimizer state with one value per parameter value, by a name common to all ranks."""
+        """Optimizer state with one value per parameter value, under names that are the same on all ranks."""
         found = []
         for number, parameter in enumerate(self.trained):
             entries = self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}
@@ -218,7 +218,7 @@ class Replicas:
         return found
 
     def _average_optimizer(self, group: dist.ProcessGroup) -> None:
-        """Average the optimizer's state, if all ranks have it in the same layout: a rank that skipped every step has
+        """Average the optimizer's state if all ranks have it in the same layout; a rank that has skipped every step has
         none."""
         tensors = self._optimizer_tensors()
         digest = hashlib.sha256("\n".join(name for name, _ in tensors).encode()).digest()
@@ -264,7 +264,8 @@ class Replicas:
 
     @staticmethod
     def _add_distance(totals: torch.Tensor, own: torch.Tensor, mean: torch.Tensor, copies: int) -> None:
-        """Add a tensor to the squared distance and norm in `totals`. copies: ranks of a replica that do so."""
+        """Add a tensor's squared distance and squared norm to `totals`. copies: number of ranks of a replica that add
+        the same tensor."""
         totals[0] += (own - mean).abs().double().square().sum() / copies
         totals[1] += mean.abs().double().square().sum() / copies
 
@@ -279,8 +280,8 @@ class Replicas:
         return self.trained[0].device
 
     def _count_copies(self) -> dict[int, int]:
-        """Number of ranks of a replica that hold the same part of each trained parameter, by its id. Collective over
-        them."""
+        """Number of ranks of a replica that have the same part of each trained parameter, by the parameter's id.
+        Collective over these ranks."""
         mine = {id(p): (name, offset(p)) for name, p in self.model.named_parameters() if p.requires_grad}
         if self.whole is None:
             return dict.fromkeys(mine, 1)
@@ -290,8 +291,8 @@ class Replicas:
         return {key: counts[part] for key, part in mine.items()}
 
     def _buckets(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Lists of tensors of one type, each list as large as a bucket or the last of its type, in the same order on
-        all ranks."""
+        """Lists of tensors of one type, each filling a bucket except the last one of its type, in the same order on all
+        ranks."""
         open_ones: dict[torch.dtype, list[torch.Tensor]] = {}
         for tensor in tensors:
             bucket = open_ones.setdefault(tensor.dtype, [])

@@ -1,8 +1,8 @@
-"""Choice of the fastest way to send a bucket on this link, among those with a small enough error.
+"""Chooses the fastest way to send a bucket on this link, among those whose error is small enough.
 
-Costs are measured again as links and gradients change: per message and per byte, and for each candidate the time of its
-arithmetic and the part of this bucket's gradient that it loses. Ranks agree on the worst numbers of all ranks, and then
-decide alike. No source: this rule is our choice."""
+As links and gradients change, costs are measured again: the link's cost per message and per byte and, for each
+candidate, the time of its arithmetic and the part of this bucket's gradient that it loses. Ranks agree on the worst
+numbers of all ranks, so they decide alike. Source: this rule is our own choice."""
 
 import math
 import time
@@ -21,7 +21,7 @@ SMALLEST_PROBE_BYTES = 2**16  # a smaller probe shows latency only, not the cost
 
 @dataclass(frozen=True)
 class Link:
-    """Cost of a collective: `latency_s` each, and its bytes at `bytes_per_s`."""
+    """Cost of a collective: `latency_s` for each one, plus its bytes at `bytes_per_s`."""
 
     latency_s: float
     bytes_per_s: float
@@ -29,8 +29,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to send a bucket. error: relative, the largest of any rank.
-    coding_s: seconds of arithmetic before and after."""
+    """One way to send a bucket. error: relative error, the largest on any rank. coding_s: seconds of arithmetic before
+    and after sending."""
 
     name: str
     num_messages: int
@@ -39,12 +39,12 @@ class Candidate:
     coding_s: float = 0.0
 
     def time_s(self, link: Link) -> float:
-        """Predicted seconds from a bucket being ready to its mean being available."""
+        """Predicted seconds from the moment a bucket is ready until its mean is available."""
         return self.coding_s + self.num_messages * link.latency_s + self.link_bytes / link.bytes_per_s
 
 
 def choose(candidates: Sequence[Candidate], link: Link, *, max_error: float) -> Candidate | None:
-    """Fastest candidate with an error of at most `max_error`; of equally fast ones, the most exact. None if there is
+    """Fastest candidate with an error of at most `max_error`; among equally fast ones, the most exact. None if there is
     none."""
     fit = [candidate for candidate in candidates if candidate.error <= max_error]  # NaN never fits
     return min(fit, key=lambda c: (c.time_s(link), c.error, c.name), default=None)
@@ -67,10 +67,9 @@ def review(
     *,
     max_error: float,
 ) -> Review:
-    """Measure link and candidates for a bucket, and choose one. Collective; every rank gets the same answer.
+    """Measure the link and the candidates for a bucket, and choose one. Collective; every rank gets the same result.
 
-    values: this rank's gradient with its unsent residual, flat; unchanged.
-    """
+    values: this rank's gradient plus its unsent residual, flat; not changed."""
     collectives.mean_(values.new_zeros(1))  # all ranks are here now: nobody's delay is taken for the link's
     latency_s = min(time_s(values, lambda: collectives.mean_(values.new_zeros(1))) for _ in range(REPEATS))
     probe = values.new_zeros(max(values.numel(), SMALLEST_PROBE_BYTES // values.element_size()))
@@ -96,12 +95,12 @@ def review(
 
 
 def summary(found: Sequence[tuple[Layout, Review]]) -> str:
-    """Text that names each choice, its number of buckets, and their share of the values."""
+    """Text that lists each choice with its number of buckets and their share of the values."""
     total = sum(layout.size for layout, _ in found)
     words = []
     for name in sorted({review.chosen.name if review.chosen else "" for _, review in found}):
         sizes = [layout.size for layout, review in found if (review.chosen.name if review.chosen else "") == name]
-        how = name.replace(WHOLE, "no compression") or "no compression, as all allowed methods have too large errors,"
+        how = name.replace(WHOLE, "no compression") or "no compression (all allowed methods have too large errors)"
         words.append(f"{how} for {len(sizes)} of {len(found)} buckets ({sum(sizes) / total:.0%} of the values)")
     return ", ".join(words)
 

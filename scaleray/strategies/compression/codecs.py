@@ -1,11 +1,11 @@
 """Ways to send a bucket of gradients in fewer bytes. Each replaces a rank's values by a mean over the ranks.
 
-`mean_` returns the residual that this rank did not send. Added to its next gradient (error feedback), it is only
+`mean_` returns the residual that this rank did not send. Added to the rank's next gradient (error feedback), it is only
 delayed, not lost: the mean over ranks of everything sent, plus the mean residual, is the sum of the true mean
 gradients. Sources: Seide et al. 2014 (1-bit SGD); Karimireddy et al. 2019, arXiv:1901.09847.
 
-Non-finite values stay so on every rank, since a loss scaler must see them. Every rank gets the same mean, bit by bit,
-and calls the same collectives, whose number and size do not depend on values."""
+Non-finite values stay non-finite on every rank, since a loss scaler must see them. Every rank gets the same mean, bit
+by bit, and calls the same collectives, whose number and size do not depend on values."""
 
 import math
 import zlib
@@ -21,7 +21,7 @@ LARGEST_INT8 = 127
 
 @dataclass(frozen=True)
 class Part:
-    """Place of a parameter in a bucket. rows: number of matrix rows of its values in memory; 1 if it is not a
+    """Position of a parameter in a bucket. rows: number of matrix rows of its values in memory; 1 if it is not a
     matrix."""
 
     name: str
@@ -32,7 +32,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of all parameters in a bucket. element_size: bytes of a value in the compute type."""
+    """Positions of all parameters in a bucket. element_size: bytes of a value in the type used for computing."""
 
     parts: tuple[Part, ...]
     element_size: int
@@ -50,7 +50,7 @@ class Codec(Protocol):
         """Replace `values` by the mean of what all ranks send; returns this rank's residual (n,). Collective."""
 
     def seen(self, values: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Values that other ranks would receive in place of these; nothing is sent."""
+        """Values that other ranks would receive in place of these. Nothing is sent."""
 
     def messages(self, layout: Layout, world_size: int) -> list[Message]:
         """Collectives that `mean_` will call."""
@@ -71,11 +71,11 @@ class Whole:
 
 
 class Cast:
-    """Codec that rounds to 16 bits and sums in them. fp16 has 11 significant bits and ends at 65504;
-    bf16 has 8 and float32's range.
+    """Codec that rounds to 16 bits and sums in this type. fp16 has 11 significant bits and a maximum of 65504; bf16 has
+    8 bits and the range of float32.
 
     A mean beyond fp16's range becomes infinite, so a loss scaler reduces its scale. Rounding is relative, so there is
-    no error feedback; sums are rounded too, once per rank."""
+    no error feedback. Sums are rounded too, once per rank."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -94,13 +94,14 @@ class Cast:
 
 
 class Int8:
-    """Codec of one byte a value and a float32 scale a block: the block's largest value is 127 (Dettmers 2015,
-    arXiv:1511.04561).
+    """Codec with one byte per value and a float32 scale per block, in which the block's largest value is 127 (Dettmers
+    2015, arXiv:1511.04561).
 
     An error is at most half a scale. Bytes cannot be added in transit, and with an all-gather each rank would receive
-    world_size - 1 buckets: more than DDP's ring from 9 ranks on. So each rank averages one part: an all-to-all brings
-    it everyone's bytes of that part, it rounds the mean again and an all-gather spreads it. That is 2 (world_size - 1)
-    / world_size bytes a value over a link, a quarter of float32's for any number of ranks."""
+    world_size - 1 buckets, which is more than DDP's ring from 9 ranks on. So each rank averages one part: an all-to-all
+    brings it the bytes of that part from all ranks, it rounds the mean again, and an all-gather distributes it. This
+    sends 2 (world_size - 1) / world_size bytes per value over a link, a quarter of float32's for any number of ranks.
+    """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -134,7 +135,7 @@ class Int8:
         return [Message("all_to_all", world_size * row), Message("all_gather", row)]
 
     def _shape(self, count: int, ranks: int) -> tuple[int, int]:
-        """Number of values in a block, and number that one rank averages: whole blocks."""
+        """Number of values in a block, and number of values that one rank averages, in whole blocks."""
         block = min(self.block_size, -(-count // ranks))
         return block, -(-count // (ranks * block)) * block
 
@@ -143,8 +144,8 @@ class TopK:
     """Codec that sends the largest values of a bucket with their indices; the others accumulate until they are large
     (Lin et al. 2017, arXiv:1712.01887).
 
-    Sparsification and accumulation follow that paper; its momentum correction and local clipping are left out. Each
-    rank receives every other's values, so it moves fewer bytes than DDP only for a density below 1 / world_size."""
+    Sparsification and accumulation follow that paper, without its momentum correction and local clipping. Each rank
+    receives the values of all others, so it moves fewer bytes than DDP only for a density below 1 / world_size."""
 
     def __init__(self, density: float) -> None:
         self.density = density
@@ -184,8 +185,8 @@ class PowerSGD:
     """Codec that sends each matrix as a product of two thin ones, found by one step of power iteration (Vogels et al.
     2019, arXiv:1905.13727).
 
-    The iteration starts where the last step's ended. Vectors, and matrices that it would not shorten, are sent whole. A
-    tensor of more dimensions counts as a matrix whose rows are its outermost dimension."""
+    The iteration starts from the result of the last step. Vectors, and matrices that the factors would not shorten, are
+    sent whole. A tensor with more dimensions counts as a matrix whose rows are its outermost dimension."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -235,7 +236,7 @@ class PowerSGD:
         return [Message("all_reduce", count * layout.element_size) for count in (tall, thin) if count]
 
     def shortens(self, part: Part) -> bool:
-        """Whether the two factors are smaller than the matrix."""
+        """Whether the two factors together are smaller than the matrix."""
         return (part.rows + part.size // part.rows) * self.rank < part.size if part.rows > 1 else False
 
     def _split(self, layout: Layout) -> tuple[list[Part], list[Part]]:
@@ -263,7 +264,7 @@ def quantise(rows: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def dequantise(scales: torch.Tensor, codes: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-    """The values (rows, n) that the codes represent; not finite if the scale is not."""
+    """Values (rows, n) that the codes represent; not finite if the scale is not."""
     blocks = codes.view(*scales.shape, -1).to(dtype)
     return (blocks * scales.to(dtype).unsqueeze(2)).view(codes.shape)
 

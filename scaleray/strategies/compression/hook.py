@@ -35,8 +35,8 @@ Work = Callable[[], torch.Tensor]
 
 
 class CommunicationThread:
-    """A thread on the CPU, a stream on CUDA, where collectives are only queued and the host continues. The CUDA code
-    has been reviewed, not run. `close` ends the thread; so does garbage collection."""
+    """A thread on the CPU; on CUDA a stream, on which collectives are only queued while the host continues. The CUDA
+    code has been reviewed but not run. `close` ends the thread, as does garbage collection."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -47,8 +47,8 @@ class CommunicationThread:
             threading.Thread(target=_serve, args=(self._waiting,), name="scaleray-gradients", daemon=True).start()
 
     def submit(self, work: Work) -> torch.futures.Future[torch.Tensor]:
-        """Future of the result of `work`, which runs after all earlier work. Its error is raised when the future is
-        awaited."""
+        """Run `work` after all earlier work, and return a future of its result. An error of `work` is raised by waiting
+        for the future."""
         if self.stream is None:
             done: torch.futures.Future = torch.futures.Future()
             self._waiting.put((work, done))
@@ -94,10 +94,9 @@ LEFT, THIN, STEPS = "left", "thin", "steps"
 
 
 class Compression:
-    """The hook of one DDP model, registered when it is made; `model` is the user's model inside it. Collective.
+    """The hook of one DDP model, registered on creation. `model` is the user's model inside it. Collective.
 
-    A parameter that no rank used in a step has no gradient, and values sent for it then are lost.
-    """
+    A parameter that no rank used in a step has no gradient, and values sent for it in that step are lost."""
 
     def __init__(
         self, wrapped: DistributedDataParallel, model: nn.Module, group: dist.ProcessGroup, config: RunConfig
@@ -120,7 +119,8 @@ class Compression:
         self._has_feedback = settings.name == "adaptive" or settings.name not in WITHOUT_FEEDBACK
         self._left = _LeftOver(named) if self._has_feedback else None
         self._keeps_last = config.precision.dtype == "fp16" or config.on_nonfinite == "skip"
-        """Whether training may continue after a skipped step: the residual that the step took must then be restored."""
+        """Whether training may continue after a skipped step, in which case the residual used by the step must be
+        restored."""
         self._steps = torch.zeros((), dtype=torch.int64)
         self._layouts: dict[tuple[str, ...], Layout] = {}
         self._choices: dict[tuple[str, ...], str] = {}
@@ -141,7 +141,7 @@ class Compression:
         return self.thread.submit(partial(self._average, bucket.buffer(), names))
 
     def _average(self, buffer: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
-        """Replace the bucket by its mean over all ranks; runs in the communication thread."""
+        """Replace the bucket by its mean over all ranks. Runs in the communication thread."""
         layout = self._layouts[names]
         self._whole_bytes += buffer.numel() * buffer.element_size()
         if int(self._steps) < self.settings.start_step:
@@ -211,11 +211,11 @@ class Compression:
         return {**left, **thin, STEPS: self._steps}
 
     def load_state(self, state: Tensors) -> None:
-        """See `Parallel.load_state`. Without a state the residual is empty, which a note reports."""
+        """See `Parallel.load_state`. Without a state the residual is empty, which is reported in a note."""
         if STEPS not in state:
             what = "values not sent by earlier steps are lost" if self._left is not None else "its step count is 0"
             self.notes.append(
-                f"gradient compression ({self.settings.name}) starts as in a new run: {what}, because the checkpoint "
+                f"gradient compression ({self.settings.name}) starts from scratch: {what}, because the checkpoint "
                 "lacks its state for this number of workers"
             )
             return
@@ -256,9 +256,9 @@ class Compression:
 
 
 class _LeftOver:
-    """Values that this rank has not sent, by parameter, in the units of the next gradients.
+    """Values that this rank has not sent, by parameter, scaled like the next gradients.
 
-    The tensors of a bucket are views of one tensor, created with the bucket and again when buckets change."""
+    The tensors of a bucket are views of one tensor, which is created with the bucket and again when buckets change."""
 
     def __init__(self, named: dict[str, nn.Parameter]) -> None:
         self.by_name = {
@@ -282,7 +282,7 @@ class _LeftOver:
         self._last[names] = self._flat[names].clone()
 
     def carry_over(self, factor: Number, *, was_taken: Truth) -> None:
-        """End the step: restore the residual if the step was skipped, and scale it by `factor`."""
+        """End the step: restore the residual if the step was skipped, and multiply it by `factor`."""
         if was_taken is not True:
             for names, last in self._last.items():
                 flat = self._flat[names]
@@ -294,7 +294,7 @@ class _LeftOver:
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """Type to compute in for gradients of `dtype`: sums of residuals need more than 16 bits."""
+    """Type in which to compute for gradients of `dtype`; sums of residuals need more than 16 bits."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 

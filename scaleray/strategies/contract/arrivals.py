@@ -6,11 +6,12 @@ from typing import Any, Protocol
 from scaleray.records.profile_record import Places
 
 MOST_PLACES = 16
-"""Most places watched in a pass. Recording costs the host a few microseconds; layers between places are merged."""
+"""Maximum number of points watched in a pass. Recording costs the host a few microseconds, so layers between points are
+merged."""
 
 
 class Moments:
-    """Time at which this rank arrived at each place: those of the forward pass, then those of the backward pass.
+    """Times at which this rank arrived at each point: first those of the forward pass, then those of the backward pass.
 
     now: always the same list, to which observers write directly in the thread of the pass, since a function call would
     add a third of the cost. stamp: returns the time."""
@@ -20,7 +21,7 @@ class Moments:
         self.now: list[Any] = []
 
     def noting(self, place: int) -> Callable[[], None]:
-        """Function that notes the arrival at a place."""
+        """Function that records the arrival at a point."""
         now, stamp = self.now, self.stamp
 
         def note() -> None:
@@ -33,14 +34,14 @@ class ArrivalSource(Protocol):
     """Watches the collectives of a strategy."""
 
     def settle(self, moments: Moments) -> Places | None:
-        """Called after each step until it returns the places; from then on it writes the times. All ranks get the
-        places after the same step."""
+        """Called after each step until it returns the points; from then on it writes the times. All ranks get the
+        points after the same step."""
 
     def close(self) -> None:
         """Stop watching and remove the hooks."""
 
 
 def drawn_together(count: int) -> list[range]:
-    """Runs of `count` places, of which only the last one is watched; all places if there are few."""
+    """Groups of successive points, in each of which only the last point is watched; single points if there are few."""
     width = max(1, -(-count // MOST_PLACES))
     return [range(first, min(count, first + width)) for first in range(0, count, width)]

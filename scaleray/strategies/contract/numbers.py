@@ -1,6 +1,6 @@
-"""Numbers of a step, known to the host or still being computed by a device; arithmetic is written once for both. A
-number is a float if the host has it, and a tensor () on the device if reading it would wait. An operation on a
-one-element tensor takes the CPU some microseconds, and a step has fifty: numbers that need no wait are read
+"""Numbers of a step that the host knows or a device is still computing, with arithmetic that works for both. A number
+is a float if the host has it, and a tensor () on the device if reading it would have to wait. An operation on a
+one-element tensor takes the CPU some microseconds, and a step has fifty of them, so numbers that need no wait are read
 immediately."""
 
 import math
@@ -38,7 +38,8 @@ def is_finite(number: Number) -> Truth:
 
 
 def as_factor(number: Number, dtype: torch.dtype) -> Number:
-    """A number as a factor for a tensor of this type, rounded to it before multiplication on the host or the device."""
+    """A number as a factor for a tensor of this type, rounded to the type before multiplication on the host or the
+    device."""
     if isinstance(number, torch.Tensor):
         return number.to(dtype)
     if dtype in (torch.float32, torch.float64):
@@ -57,7 +58,7 @@ def together(numbers: Sequence[Number | Truth], device: torch.device) -> torch.T
 
 
 class Unread:
-    """Numbers that the host may not have yet, in order. None represents a missing one."""
+    """Numbers that the host may not have yet, in order. None stands for a missing number."""
 
     def __init__(self, numbers: Sequence[Number | Truth | None]) -> None:
         self._numbers = numbers
@@ -65,12 +66,12 @@ class Unread:
         self._later = Later(torch.stack(tensors)) if tensors else None
 
     def wait(self) -> None:
-        """Wait until the device has computed them."""
+        """Wait until the device has computed the numbers."""
         if self._later is not None:
             self._later.wait()
 
     def read(self) -> list[Any]:
-        """All numbers; waits for them."""
+        """All numbers, after waiting for them."""
         if self._later is None:
             return list(self._numbers)
         arrived = iter(self._later.read())

@@ -1,5 +1,5 @@
-"""Final weights of a model, divided among the ranks that write them: no rank holds more than its share. Each sharded
-tensor is gathered separately and stays on the rank that writes it, which then works outside of any collective."""
+"""Final weights of a model, divided among the ranks that write them, so that no rank holds more than its share. Each
+sharded tensor is gathered separately and stays on the rank that writes it. Writing involves no collectives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 
 class Placed(NamedTuple):
-    """Place of one tensor: the rank that has it whole, and its size in bytes."""
+    """Location of one tensor: the rank that has the whole of it, and its size in bytes."""
 
     rank: int
     num_bytes: int
@@ -21,21 +21,21 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightShare:
-    """Weights that one rank is to write. tensors: by name, whole and on the CPU;
-    for an unsharded model, extra state as well.
+    """Weights that one rank is to write. tensors: by name, whole and on the CPU; for an unsharded model, extra state as
+    well.
 
-    layout: every tensor of the model in its order, the same on all ranks; empty if rank 0 has them all. left_out: names
-    of entries that are not dense tensors, which files of shares cannot hold."""
+    layout: every tensor of the model in order, the same on all ranks; empty if rank 0 has them all. left_out: names of
+    entries that are not dense tensors, which the files of shares cannot hold."""
 
     tensors: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, Placed] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     adapters: WeightShare | None = None
-    """Low-rank adapters that `tensors` has added to their layers."""
+    """Low-rank adapters that have been merged into the layers in `tensors`."""
 
 
 def whole(module: nn.Module, *, keeps: bool) -> WeightShare:
-    """The weights of a model that is not sharded, copied for a rank that keeps them. Not collective."""
+    """Weights of a model that is not sharded, copied on a rank that keeps them. Not collective."""
     if not keeps:
         return WeightShare()
     return WeightShare(
@@ -47,7 +47,7 @@ def whole(module: nn.Module, *, keeps: bool) -> WeightShare:
 
 
 def sizes(module: nn.Module) -> dict[str, int]:
-    """Bytes of each tensor of a module's state, as if it were whole."""
+    """Bytes of each tensor in a module's state, counted as a whole tensor."""
     state = module.state_dict()
     return {n: v.numel() * v.element_size() for n, v in state.items() if _is_dense(v)}
 
@@ -57,7 +57,7 @@ def _is_dense(value: Any) -> bool:
 
 
 def shared_out(sizes: Mapping[str, int], num: int) -> dict[str, int]:
-    """Assign each name to one of `num` parts, which are consecutive names of about equal bytes.
+    """Assign each name to one of `num` parts, which consist of consecutive names with about equal total bytes.
 
     Tensors of one layer stay together. No part has more than its share of all bytes plus one layer."""
     layers: dict[str, list[str]] = {}
@@ -74,15 +74,15 @@ def shared_out(sizes: Mapping[str, int], num: int) -> dict[str, int]:
 
 
 def share_among(module: nn.Module, ranks: Sequence[int], *, rank: int) -> WeightShare:
-    """This rank's share of a model whose tensors or shards all of `ranks` hold. Collective, like `share_of`."""
+    """This rank's share of a model whose tensors or shards are on all of `ranks`. Collective, like `share_of`."""
     whole_sizes = sizes(module)
     parts = shared_out(whole_sizes, len(ranks))
     return share_of(module, {n: Placed(ranks[parts[n]], size) for n, size in whole_sizes.items()}, rank=rank)
 
 
 def share_of(module: nn.Module, layout: Mapping[str, Placed], *, rank: int) -> WeightShare:
-    """The tensors that `layout` gives to `rank`. Collective over the meshes of sharded ones, one after another, so only
-    one whole tensor is on the device at a time."""
+    """Tensors that `layout` assigns to `rank`. Collective over the meshes of sharded tensors, one after another, so
+    that only one whole tensor is on the device at a time."""
     names: dict[int, list[str]] = {}
     values: dict[int, Any] = {}
     left_out = []

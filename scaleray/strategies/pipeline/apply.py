@@ -1,8 +1,9 @@
-"""Pipeline parallelism: the blocks of a model are on neighbouring workers, and micro-batches pass through them in turn.
+"""Pipeline parallelism: the blocks of a model are on neighbouring workers, and micro-batches pass through them in
+sequence.
 
-The stages are those of `pipeline_stages`, the order is one of torch.distributed.pipelining's schedules. Every worker of
-a replica has the same rows, so each can call the workload's loss itself: the call ends with the worker's stage, and on
-the last stage it gives the loss. Neighbours exchange only activations and their gradients."""
+The stages are made in `stages`, and the order is one of torch.distributed.pipelining's schedules. Every worker of a
+replica has the same rows, so each can call the workload's loss itself: the call ends with the worker's stage, and on
+the last stage it returns the loss. Neighbours exchange only activations and their gradients."""
 
 import contextlib
 import time
@@ -34,9 +35,8 @@ from scaleray.strategies.pipeline.stages import Passed, Stage
 
 
 class BusyTime:
-    """Time in which this worker computed, and duration of its schedules. On CUDA both are measured by events, which are
-    read some steps later, when they have long happened; that path has not been run.
-    """
+    """Time in which this worker computes, and duration of its schedules. On CUDA both are measured by events, which are
+    read some steps later, long after they have occurred; that code has not been run."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
@@ -58,7 +58,8 @@ class BusyTime:
         return self._timed(self._whole)
 
     def end(self) -> tuple[float, float] | None:
-        """End the step. (seconds of computation, seconds of the schedules) of the last known step, or None."""
+        """End the step. Returns (seconds of computation, seconds of the schedules) of the last step for which they are
+        known, or None."""
         self._steps.append((self._busy, self._whole))
         if len(self._steps) <= self._later:
             return None
@@ -87,7 +88,8 @@ class BusyTime:
 
 
 def bubble_share(times: Later) -> float:
-    """Share of a step in which workers waited for each other. times: seconds of computation, and of the schedules."""
+    """Share of a step in which workers waited for each other. times: seconds of computation, and seconds of the
+    schedules."""
     busy_s, whole_s = times.read()
     return 1.0 - busy_s / whole_s
 
@@ -102,11 +104,11 @@ Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """Keep this worker's stages of `model`, over `mesh["pp"]`; replicas of a stage share gradients over the data axes,
-    and the workers of `mesh["tp"]` hold a part of each layer.
+    """Keep this worker's stages of `model`, over `mesh["pp"]`. Replicas of a stage share gradients over the data axes,
+    and the workers of `mesh["tp"]` have a part of each layer.
 
     Collective. `model` itself is unchanged; its parameters on this worker are trained. Raises WorkloadError for a model
-    that cannot be cut, at set-up or with the first rows."""
+    that cannot be cut, during set-up or with the first rows."""
     if mesh is None:
         raise ValueError("pipeline needs a device mesh with the axis 'pp' and those of the data")
     parts = Parts(model, mesh, config, workload)
@@ -129,7 +131,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         alone=lambda computation: computation(whole),
         bytes_sent=lambda: parts.sent.num_bytes,
         collectives=parts.sent.rows,
-        no_arrivals="stages run one after the other and share no collective",
+        no_arrivals="stages run one after the other and have no collective in common",
         tell_phases=pipeline.tell_phases,
         before_step=pipeline.before_step,
         metrics=pipeline.metrics,
@@ -138,7 +140,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
 
 class Pipeline:
-    """Pipeline that runs the micro-batches of a step through the stages of all workers of a replica."""
+    """Runs the micro-batches of a step through the stages of all workers of a replica."""
 
     def __init__(self, parts: Parts, config: RunConfig, workload: Any, *, replica: int) -> None:
         self.parts, self.workload, self.schedule_name = parts, workload, config.pipeline.schedule
@@ -153,7 +155,7 @@ class Pipeline:
         self._pieces: list[MicroBatch] = []
 
     def before_step(self, step: int) -> None:
-        """Choose the seed of step `step`: all workers of a replica must draw the same numbers in the code around the
+        """Set the seed of step `step`: all workers of a replica must draw the same numbers in the code around the
         blocks, whatever they drew inside."""
         self._seed = self._seed_of(step)
 
@@ -162,17 +164,16 @@ class Pipeline:
         self.enter = enter
 
     def metrics(self) -> Metrics:
-        """Share of a step in which workers waited for each other; on a GPU of a step or two before."""
+        """Share of a step in which workers waited for each other; on a GPU, that of one or two steps earlier."""
         times = self._times
         return {} if times is None else {BUBBLE_SHARE.name: lambda: bubble_share(times)}
 
     def run_micro_batches(self, pieces: list[MicroBatch], objective: Objective, autocast: Autocast) -> None:
-        """Run forward and backward of all micro-batches, and sum gradients over the replicas.
-        Collective over the replica.
+        """Run forward and backward passes of all micro-batches, and sum gradients over the replicas. Collective over
+        the replica.
 
-        Micro-batches of one shape go through the schedule together; a smaller one at the end, or more than the schedule
-        can order at once, afterwards on their own.
-        """
+        Micro-batches of one shape pass through the schedule together. A smaller one at the end, and those beyond the
+        number that the schedule can order at once, follow separately."""
         with self.parts.gathered():
             self._run_micro_batches(pieces, objective, autocast)
             self.parts.sum_gradients()
@@ -217,8 +218,8 @@ class Pipeline:
         self.enter(Phase.COMMUNICATION)
 
     def forward(self, stage: Stage, number: int, received: Passed) -> Passed | torch.Tensor:
-        """Run one micro-batch through one stage; returns the tensors that the next one receives, or the scaled loss of
-        the last stage."""
+        """Run one micro-batch through one stage. Returns the tensors that the next stage receives, or the scaled loss
+        on the last stage."""
         piece = self._pieces[number]
         devices = [self.parts.device] if self.parts.device.type == "cuda" else []
         self.parts.in_mode_of_module(stage)
@@ -240,12 +241,13 @@ class Pipeline:
         )
 
     def close(self) -> None:
-        """Forget the gradients and the schedules, and give the user's model the values of all stages. Collective."""
+        """Discard the gradients and the schedules, and copy the values of all stages to the user's model.
+        Collective."""
         self.parts.give_back()
         self._forget()
 
     def let_go(self) -> None:
-        """Drop the gradients and the schedules, if the model is not needed any more. Not collective."""
+        """Discard the gradients and the schedules if the model is no longer needed. Not collective."""
         self.parts.let_go()
         self._forget()
 
@@ -263,7 +265,7 @@ class Pipeline:
         self.parts.check_chain(call)
 
     def _schedule(self, signature: Any, size: int) -> Any:
-        """The schedule for micro-batches of these shapes. Collective over the replica when they are new."""
+        """Schedule for micro-batches of these shapes. Collective over the replica if the shapes are new."""
         key = (signature, size)
         if key not in self._schedules:
             metas = self._shapes(signature)
@@ -280,7 +282,8 @@ class Pipeline:
         return self._schedules[key]
 
     def _shapes(self, signature: Any) -> list[Passed]:
-        """Tensors without memory for those that each stage but the last sends. Collective over the replica."""
+        """Tensors without memory, standing in for those that each stage except the last sends. Collective over the
+        replica."""
         if signature in self._boundaries:
             return self._boundaries[signature]
         parts = self.parts
@@ -312,7 +315,8 @@ class Pipeline:
 
 
 class _StageModule(nn.Module):
-    """A stage as torch's schedules call it: activation in, activation or loss out. number: that of the micro-batch."""
+    """Stage as torch's schedules call it: it takes an activation and returns an activation or a loss. number: number of
+    the micro-batch."""
 
     stage: Stage
     pipeline: Pipeline
@@ -327,7 +331,7 @@ class _StageModule(nn.Module):
 
 
 class _TimedStage(PipelineStage):
-    """torch's stage with given shapes, which counts its working time and the bytes it sends."""
+    """torch's stage with given shapes, which also measures its working time and counts the bytes that it sends."""
 
     def __init__(self, pipeline: Pipeline, module: _StageModule, metas: list[Passed]) -> None:
         parts, stage = pipeline.parts, module.stage
@@ -360,8 +364,8 @@ class _TimedStage(PipelineStage):
             self._pipeline.parts.put_by_gradients()
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Do nothing, as shapes are given. torch 2.13 would free the parameters that FSDP has gathered for this step,
-        and drop the gradients of the micro-batches before."""
+        """Do nothing, since shapes are given. torch 2.13 would free the parameters that FSDP has gathered for this
+        step, and drop the gradients of earlier micro-batches."""
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
         return self._counted(super().get_fwd_send_ops(fwd_chunk_id))
@@ -376,7 +380,7 @@ class _TimedStage(PipelineStage):
 
 
 def _equal_pieces(pieces: list[MicroBatch]) -> list[tuple[Any, list[MicroBatch]]]:
-    """Runs of successive micro-batches with tensors of the same shapes, and those shapes."""
+    """Groups of successive micro-batches whose tensors have the same shapes, and these shapes."""
     found: list[tuple[Any, list[MicroBatch]]] = []
     for piece in pieces:
         leaves = tree_leaves(piece.batch)
@@ -390,7 +394,7 @@ def _equal_pieces(pieces: list[MicroBatch]) -> list[tuple[Any, list[MicroBatch]]
 
 @contextlib.contextmanager
 def _own_errors() -> Iterator[None]:
-    """Re-raise a stage's own error: torch wraps it into a less informative RuntimeError with tensor shapes."""
+    """Re-raise a stage's own error, which torch wraps in a less informative RuntimeError with tensor shapes."""
     try:
         yield
     except RuntimeError as exc:
@@ -400,7 +404,7 @@ def _own_errors() -> Iterator[None]:
 
 
 def _mixed(seed: int, number: int, stage: int) -> int:
-    """A seed for the random numbers of a micro-batch in a stage; any two differ."""
+    """Seed for the random numbers of a micro-batch in a stage; all seeds differ."""
     return (seed + 0x9E3779B97F4A7C15 * (1 + number * 4096 + stage)) % 2**63
 
 

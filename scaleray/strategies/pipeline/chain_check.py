@@ -1,4 +1,4 @@
-"""Whether a model is the chain of its blocks: all its stages on one worker, against the whole model."""
+"""Check that a model is a chain of its blocks, by comparing all its stages on one worker with the whole model."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,15 +11,15 @@ from scaleray.errors import WorkloadError, first_line
 from scaleray.strategies.pipeline.stages import Stage
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Tolerance, relative and absolute, of the chain of stages against the whole model: the same operations on the same
-worker. 1e-2 for other types."""
+"""Relative and absolute tolerance between the chain of stages and the whole model, which run the same operations on the
+same worker. 1e-2 for other types."""
 
 
 def check_chain(
     whole: nn.Module, stages: list[Stage], call: Callable[[nn.Module], Any], device: torch.device, *, or_else: str = ""
 ) -> None:
-    """Compare all stages of a model, one after the other on this worker, with the whole. Raises WorkloadError if they
-    differ. or_else: an option with which they may be equal."""
+    """Compare all stages of a model, run one after the other on this worker, with the whole model. Raises WorkloadError
+    if they differ. or_else: an option with which they may be equal."""
     views = [whole, *(stage.module for stage in stages)]
     modes = [(part, part.training) for view in views for part in view.modules()]
     try:
@@ -55,7 +55,7 @@ def _chain(stages: list[Stage], call: Callable[[nn.Module], Any]) -> Any:
 def _not_a_chain(what: str, or_else: str) -> WorkloadError:
     return WorkloadError(
         "the model",
-        f"not a chain of its blocks: cut into stages it {what}",
+        f"not a chain of its blocks, as it {what} when cut into stages",
         "each block must take the activation as its first argument and return the next, "
         "and code between blocks must not change it",
         "return the blocks in the order of use from blocks(), "

@@ -1,4 +1,4 @@
-"""Time of each block of a model, measured once, to cut the model into equally long stages."""
+"""Time of each block of a model, measured once in order to cut the model into equally long stages."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,9 @@ LARGEST_BATCH = 32
 def measured_costs(
     model: nn.Module, units: Sequence[Unit], num_blocks: int, *, config: RunConfig, workload: Any
 ) -> list[float]:
-    """Seconds of the forward pass of each block with its surrounding modules, the least of a few passes on training
-    rows. The backward pass is assumed proportional. Changes neither random numbers nor the model. Raises WorkloadError
-    if the training data cannot be read by row."""
+    """Seconds of the forward pass of each block with its surrounding modules: the minimum of a few passes on training
+    rows. The backward pass is assumed to be proportional. Changes neither random numbers nor the model. Raises
+    WorkloadError if the training data cannot be read by row."""
     reference = next(model.parameters())
     with same_random_numbers(reference.device):  # the data may draw some
         batch = _example(workload, config, reference)
@@ -67,11 +67,11 @@ def measured_costs(
 
 
 def _example(workload: Any, config: RunConfig, reference: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A few rows of the training data in the form of the loss."""
+    """A few rows of the training data in the form that the loss takes."""
     if changes := [n for n in ("preprocessor", "transform", "collate") if own_method(workload, n) is not None]:
         raise WorkloadError(
             "the train data",
-            f"changed by {changes[0]}() on its way",
+            f"changed by {changes[0]}()",
             "pipeline.split measured takes rows as they are stored",
             "use pipeline.split counted",
         )

@@ -1,4 +1,4 @@
-"""This worker's part of a pipelined model: its stages, shared parameters, and reassembly of the whole."""
+"""This worker's part of a pipelined model: its stages, its shared parameters, and reassembly of the whole model."""
 
 import contextlib
 import weakref
@@ -38,12 +38,13 @@ from scaleray.strategies.traffic.ledger import Ledger
 
 
 class Parts:
-    """This worker's stages of a model. `module`: the model with only them, under the names of the whole. Collective to
-    build.
+    """This worker's stages of a model. `module`: the model with only these stages, under the names of the whole model.
+    Building it is collective.
 
-    Stage s is on worker s modulo the workers of a replica. A parameter that several stages use (a tied head) is on each
-    of their workers, and its gradient is the sum of theirs. The other stages stay until the first batch proves that the
-    stages equal the whole model: this takes the memory of `build_model`, before there is optimizer state."""
+    Stage s is on worker s modulo the number of workers of a replica. A parameter that several stages use (a tied head)
+    is on each of their workers, and its gradient is the sum of theirs. The other stages stay until the first batch has
+    shown that the stages equal the whole model; until then, before there is optimizer state, this takes the memory of
+    `build_model`."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) -> None:
         settings = config.pipeline
@@ -105,11 +106,11 @@ class Parts:
         return self._unchecked is None
 
     def owner(self, stage: int) -> int:
-        """The worker of a stage, by its number within the replica."""
+        """Number, within the replica, of the worker that has a stage."""
         return stage % self.num_workers
 
     def check_chain(self, call: Callable[[nn.Module], Any]) -> None:
-        """Compare the stages, one after the other on this worker, with the whole model, and free the other stages.
+        """Compare the stages, run one after the other on this worker, with the whole model, and free the other stages.
         call: runs the given model. Raises WorkloadError if they differ. Every worker does the same, and communicates
         only in `gathered`."""
         assert self._unchecked is not None
@@ -119,22 +120,21 @@ class Parts:
         self._unchecked = None
 
     def in_mode_of_module(self, stage: Stage) -> None:
-        """Put the copies of the modules around a stage's blocks into the mode of those of `module`."""
+        """Set the copies of the modules around a stage's blocks to the same mode as those of `module`."""
         for copied, original in zip(stage.containers, self._containers, strict=True):
             copied.training = original.training
 
     def put_by_gradients(self) -> None:
-        """Set a micro-batch's gradients aside, after each of its backward passes. Not collective."""
+        """Set aside a micro-batch's gradients after each of its backward passes. Not collective."""
         if self.shards is not None:
             self.shards.put_by()
 
     def sum_gradients(self) -> None:
-        """Sum gradients over the replicas, and those of shared parameters over their stages. Collective, within
+        """Sum gradients over the replicas, and gradients of shared parameters over their stages. Collective, within
         `gathered`.
 
-        One all-reduce at the end of the step, of all gradients of a type in one piece, or one reduce-scatter for each
-        part that is sharded; it does not overlap with computation.
-        """
+        At the end of the step, one all-reduce of all gradients of a type in one piece, or one reduce-scatter for each
+        sharded part; it does not overlap with computation."""
         if self.split is not None:
             for parameter in self._whole_parameters:
                 complete(parameter)
@@ -156,7 +156,7 @@ class Parts:
                 dist.broadcast(_local(buffer), group=self.replicas, group_src=0)
 
     def total_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Norm of the gradient over all stages; a shared parameter counts once. Collective over the replica."""
+        """Norm of the gradient over all stages, counting a shared parameter once. Collective over the replica."""
         skipped = {id(p.grad) for p in self._counted_elsewhere}
         own = [g for g in gradients if id(g) not in skipped]
         squared = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -167,8 +167,8 @@ class Parts:
         return squared.sqrt()
 
     def weights(self) -> WeightShare:
-        """This rank's share of the whole model's weights: those of its stages are divided among their replicas.
-        Collective over the replica, and over the replicas if they hold shards."""
+        """This rank's share of the whole model's weights; the weights of its stages are divided among their replicas.
+        Collective over the replica, and over the replicas if they have shards."""
         everyone: list[Any] = [None] * self.num_workers
         no_tensors = tuple(n for n, v in self.module.state_dict().items() if not isinstance(v, torch.Tensor))
         dist.all_gather_object(everyone, (sizes(self.module), no_tensors), group=self.group)
@@ -189,7 +189,8 @@ class Parts:
             self.split.take_off()
 
     def give_back(self) -> None:
-        """Copy all stages' values into the original model, if every worker of the replica still has it. Collective."""
+        """Copy the values of all stages into the original model, if every worker of the replica still has it.
+        Collective."""
         if self.shards is not None:
             self.shards.close(self.module, keeps_shards=False)
         whole = self._original()
@@ -213,7 +214,7 @@ class Parts:
             self.split.make_plain()
 
     def note(self) -> str:
-        """Text on the cuts, their evenness, and the expected idle share."""
+        """Text about the cuts, how even they are, and the expected idle share."""
         settings = self.config.pipeline
         ends = [*self.bounds[1:], len(self.stage_of)]
         blocks = ", ".join(f"{a}-{b - 1}" if b - a > 1 else f"{a}" for a, b in zip(self.bounds, ends, strict=True))
@@ -238,7 +239,7 @@ class Parts:
         )
 
     def _shard(self, held: list[set[str]], replicas: DeviceMesh) -> Shards:
-        """Shard the parts of this worker's stages, but for parameters that other stages use too, whose gradients are
+        """Shard the parts of this worker's stages, except parameters that other stages use too: their gradients are
         summed over stages while they are whole."""
         elsewhere = {name for worker, names in enumerate(held) if worker != self.worker for name in names}
         kept = {id(p) for name, p in self.module.named_parameters() if name in elsewhere}
@@ -271,8 +272,8 @@ class Parts:
             )
 
     def _shared_parameters(self, held: list[set[str]]) -> list[tuple[list[nn.Parameter], dist.ProcessGroup]]:
-        """Trained parameters that are on several workers of this replica, with the group of these. Collective over the
-        mesh."""
+        """Trained parameters that are on several workers of this replica, each with the group of these workers.
+        Collective over the mesh."""
         mine = dict(self.module.named_parameters())
         by_workers: dict[tuple[int, ...], list[str]] = {}
         for name in self.names:
@@ -288,7 +289,7 @@ class Parts:
         return found
 
     def _sum(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-        """Sum gradients over `group`; without a gradient on any rank there is none. Collective."""
+        """Sum gradients over `group`. If no rank has a gradient, the result has none. Collective."""
         if not parameters:
             return
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -314,11 +315,12 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cut(model: nn.Module, config: RunConfig, workload: Any, num_workers: int) -> tuple[list[nn.Module], list[Unit]]:
-    """The blocks of a model and what is around them. Raises WorkloadError if they cannot form stages."""
+    """The blocks of a model, and all its units with those around the blocks. Raises WorkloadError if they cannot form
+    stages."""
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True:
             raise WorkloadError.problem(
-                f"the model's {name}", "has sparse gradients: a pipeline sums dense ones", "use sparse=False"
+                f"the model's {name}", "has sparse gradients, but a pipeline sums dense ones", "use sparse=False"
             )
     blocks, each = find_blocks(model, workload), config.pipeline.stages_of_each_worker
     if len(blocks) < num_workers * each:
@@ -341,8 +343,8 @@ def all_stages(model: nn.Module, config: RunConfig, workload: Any) -> list[Stage
 
 
 def find_blocks(model: nn.Module, workload: Any) -> list[nn.Module]:
-    """The workload's blocks; without these, the children of an nn.Sequential.
-    Raises WorkloadError if there are neither."""
+    """The workload's blocks or, without these, the children of an nn.Sequential. Raises WorkloadError if there are
+    neither."""
     given = workload.blocks(model) if callable(getattr(workload, "blocks", None)) else None
     if given is not None:
         return list(given)

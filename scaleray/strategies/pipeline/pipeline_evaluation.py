@@ -1,4 +1,4 @@
-"""Evaluation of a model with stages on several workers: each worker gets the output of the last."""
+"""Evaluation of a model whose stages are on several workers: each worker gets the output of the last stage."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -18,8 +18,8 @@ from scaleray.strategies.pipeline.stages import Elsewhere, Passed, called_twice
 
 
 class OnlyWhole(nn.Module):
-    """Model that can only be used as a whole: called, or by one of its methods. Other attributes are forwarded, except
-    parts with parameters, which may be elsewhere."""
+    """Model that can only be used as a whole, by calling it or one of its methods. Other attributes are forwarded,
+    except parts with parameters, which may be on other workers."""
 
     is_elsewhere = True
 
@@ -41,7 +41,8 @@ class OnlyWhole(nn.Module):
     __class__ = property(_class_of_model)  # for `isinstance`, as the user's code may ask
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the first parameter, which shows device and type. Raises WorkloadError for any further one."""
+        """Yield the first parameter, from which device and type can be read. Raises WorkloadError for any further
+        one."""
         yield next(iter(self.__dict__["_model"].named_parameters(*args, **kwargs)))
         raise _in_parts("all parameters")
 
@@ -58,7 +59,7 @@ class OnlyWhole(nn.Module):
 
 
 class Rehearsal(OnlyWhole):
-    """Model on one worker with the restrictions of a pipeline: a loss can use it once, and only as a chain."""
+    """Model on one worker with the restrictions of a pipeline: a loss can use it only once, and only as a chain."""
 
     def __init__(self, model: nn.Module, config: RunConfig, workload: Any) -> None:
         super().__init__(model)
@@ -80,7 +81,7 @@ def _in_parts(name: str) -> WorkloadError:
     return WorkloadError(
         "the model",
         f"used by its part ({name})",
-        "in a pipeline the parts lie on different workers, which run them in turn",
+        "in a pipeline the parts are on different workers, which run them one after the other",
         "call the model itself, or a method that uses all of it; or use --strategy.name fsdp",
     )
 
@@ -90,10 +91,9 @@ def _is_stand_in(module: nn.Module) -> bool:
 
 
 class Whole(OnlyWhole):
-    """The whole model for evaluation: a call gives its output on every worker of the replica. Collective.
+    """The whole model for evaluation: a call returns its output on every worker of the replica. Collective.
 
-    The stages run one after the other, without gradients. Anything else goes to this worker's part of the model.
-    """
+    The stages run one after the other, without gradients. Anything else applies to this worker's part of the model."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts.module)
@@ -160,7 +160,7 @@ def _from_last(output: Any, parts: Parts) -> Any:
 
 
 class _Shape:
-    """Placeholder for a tensor in an output: its shape and dtype, without its values."""
+    """Placeholder for a tensor in an output, with its shape and dtype but without its values."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype

@@ -1,8 +1,8 @@
-"""FSDP on a pipeline's data axis: replicas shard a stage's parameters, gradients and optimizer state between steps. In
-a step a stage's parameters are gathered once and stay until its last micro-batch: freeing them after each pass, FSDP's
-default, would gather them once per micro-batch. Gradients are reduced to the shards once, at the end. torch's
-`fully_shard` lays out, gathers and reduces; its hooks, which would do so in every pass, are removed. Written against
-torch 2.13, whose private names are used as torch's own pipelines do (`perform_reduce_grad`)."""
+"""FSDP on the data axis of a pipeline: between steps, replicas shard a stage's parameters, gradients and optimizer
+state. In a step, a stage's parameters are gathered once and stay until its last micro-batch; freeing them after each
+pass, FSDP's default, would gather them once per micro-batch. Gradients are reduced to the shards once, at the end.
+torch's `fully_shard` lays out, gathers and reduces; its hooks, which would do so in every pass, are removed. Written
+against torch 2.13, whose private names are used as in torch's own pipelines (`perform_reduce_grad`)."""
 
 import contextlib
 from collections import Counter as Counts
@@ -29,11 +29,11 @@ from scaleray.strategies.traffic.ledger import Ledger
 
 class Shards:
     """Parts of a stage whose parameters are shards between steps. Collective over the replicas unless noted. modules:
-    modules that are whole on this worker. mesh: one axis, or two of which the first replicates. group: of all its
-    workers. kept_whole: ids of parameters that stay as they are. So do single numbers, parameters that are not
-    contiguous or that several of the modules use, and those of layers with running statistics if others are gathered in
-    a narrower type; gradients of all these are summed by an all-reduce. sent: counts the collectives. Raises
-    WorkloadError."""
+    modules that are whole on this worker. mesh: one axis, or two of which the first replicates. group: all workers of
+    the mesh. kept_whole: ids of parameters that stay whole. Some others stay whole too: single numbers, parameters that
+    are not contiguous or that several modules use, and parameters of layers with running statistics if others are
+    gathered in a narrower type. The gradients of all these are summed by an all-reduce. sent: counts the collectives.
+    Raises WorkloadError."""
 
     def __init__(
         self,
@@ -100,18 +100,17 @@ class Shards:
             self.is_gathered = False
 
     def put_by(self) -> None:
-        """Add the gradients of a micro-batch to earlier ones, in the type of the reduction: sums of many would lose
-        most of a narrower one's digits. Not collective."""
+        """Add the gradients of a micro-batch to earlier ones, in the type used for the reduction, since sums of many
+        gradients would lose most digits of a narrower type. Not collective."""
         for parameter in self._parameters:
             if parameter.unsharded_param.grad is not None:
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
 
     def reduce(self) -> None:
-        """Sum the gradients of this step over the replicas, to the shards. Collective, while parameters are gathered.
+        """Sum the gradients of this step over the replicas into the shards. Collective, while parameters are gathered.
 
-        A parameter without a gradient on any replica gets none.
-        """
+        A parameter without a gradient on any replica gets none."""
         self.put_by()
         trained = [p for p in self._parameters if p.sharded_param.requires_grad]
         if not trained:
@@ -129,8 +128,8 @@ class Shards:
             state._root_post_backward_final_callback()
 
     def close(self, module: nn.Module, *, keeps_shards: bool) -> None:
-        """Remove FSDP from `module`, which holds all units. Unless `keeps_shards`, also make parameters whole and plain
-        again, which is collective."""
+        """Remove FSDP from `module`, which contains all units. Unless `keeps_shards`, also make parameters whole and
+        plain again, which is collective."""
         unshard_for_good(module, keeps_shards=keeps_shards)
         for hook in self._hooks:
             hook.remove()
@@ -138,7 +137,7 @@ class Shards:
 
     @property
     def _parameters(self) -> list[FSDPParam]:
-        """FSDP's parameters of all units; to be used while they are gathered."""
+        """FSDP's parameters of all units, for use while they are gathered."""
         groups = [group for unit in self._wrapped for group in unit._get_fsdp_state()._fsdp_param_groups]
         return [parameter for group in groups for parameter in group.fsdp_params]
 
@@ -150,15 +149,14 @@ class Shards:
 def present_anywhere(has_one: Sequence[bool], group: dist.ProcessGroup, device: torch.device) -> list[bool]:
     """Whether any rank of `group` has each of some gradients, of which this rank has these. Collective.
 
-    Only a rank that lacks one waits for the device.
-    """
+    Only a rank that lacks one waits for the device."""
     present = on_device(has_one, device, torch.int32)
     dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
     return [True] * len(has_one) if all(has_one) else [bool(n) for n in present.tolist()]
 
 
 def _casting(dtype: torch.dtype) -> Callable[..., tuple[Any, Any]]:
-    """A hook that casts floating-point inputs."""
+    """Hook that casts floating-point inputs."""
 
     def cast(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         narrowed: tuple[Any, Any] = tree_map_only(

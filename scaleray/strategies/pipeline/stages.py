@@ -1,11 +1,10 @@
 """Cut a model into pipeline stages without rewriting it, and choose the cuts.
 
 A stage is the user's own model in which the parts of other stages are replaced by placeholders. It runs the user's own
-forward code on the model's own inputs: the last placeholder before the stage's blocks returns the activation from the
-stage before, whatever its input, and the first one after them ends the pass, with its input as the result. So code
-before the blocks may make masks or positions, code after them may pool or scale, and names of parameters stay as they
-are. The model must be a chain: each block takes the activation as its first argument and returns the next one.
-"""
+forward code on the model's own inputs. The last placeholder before the stage's blocks ignores its input and returns the
+activation from the previous stage; the first placeholder after them ends the pass, with its input as the result. So
+code before the blocks may make masks or positions, code after them may pool or scale, and parameters keep their names.
+The model must be a chain: each block takes the activation as its first argument and returns the next one."""
 
 import copy
 import math
@@ -20,12 +19,12 @@ from scaleray.errors import WorkloadError
 from scaleray.parallel.experts import expert_totals, mixtures
 
 Passed = tuple[torch.Tensor, ...]
-"""Tensors that a stage sends to the next: its activation, and the totals of its experts if it has some. Empty for the
+"""Tensors that a stage sends to the next: its activation, and the totals of its experts if it has any. Empty for the
 first stage."""
 
 
 class StageEnd(BaseException):
-    """Signal that ends a forward pass at the end of a stage; not an Exception, which user code might catch."""
+    """Signal that ends a forward pass at the end of a stage. Not an Exception, which user code might catch."""
 
     def __init__(self, activation: torch.Tensor) -> None:
         super().__init__()
@@ -72,23 +71,21 @@ class After(nn.Module):
 
 
 class Elsewhere(nn.Module):
-    """Placeholder for a part on another worker, in the model that the optimizer and checkpoints see; it is never
-    called.
-    """
+    """Placeholder for a part on another worker, in the model that the optimizer and checkpoints use. It is never
+    called."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Part of the model that is not cut: a block, or a module outside the blocks. block: a block's own number; for a
-    module outside the blocks, that of the block it goes with.
-    """
+    """Part of the model that is not cut: a block, or a module outside the blocks. block: number of the block; for a
+    module outside the blocks, that of the block to which it is assigned."""
 
     path: str
     module: nn.Module
     block: int
     is_block: bool
     is_between: bool
-    """Whether it is outside the blocks, with blocks before and after it."""
+    """Whether it is outside the blocks, with blocks both before and after it."""
 
 
 @dataclass
@@ -100,17 +97,17 @@ class Stage:
     module: nn.Module
     entry: Entry
     containers: list[nn.Module] = field(default_factory=list)
-    """Copies of modules around the blocks, in the order of every other view of the model."""
+    """Copies of modules around the blocks, in the same order as in every other view of the model."""
     has_experts: bool = False
-    """Whether the model has mixtures of experts, whose totals go from stage to stage with the activation."""
+    """Whether the model has mixtures of experts, whose totals are passed from stage to stage with the activation."""
 
     @property
     def is_last(self) -> bool:
         return self.index == self.num_stages - 1
 
     def run(self, call: Callable[[nn.Module], Any], received: Passed) -> Any:
-        """Tensors that the next stage receives; on the last stage, the result of `call`, which runs the model it is
-        given."""
+        """Run the stage and return the tensors that the next stage receives or, on the last stage, the result of
+        `call`, which runs the model passed to it."""
         self.entry.activation, self.entry.num_passes = (received or (None,))[0], 0
         self.module.__dict__["earlier_totals"] = received[1] if len(received) > 1 else None
         for mixture in mixtures(self.module):
@@ -144,7 +141,7 @@ class Stage:
 
 
 def called_twice(times: int) -> WorkloadError:
-    """Error for a loss that takes another number of passes than one."""
+    """Error for a loss whose number of passes is not one."""
     return WorkloadError.problem(
         "the model",
         f"was called {times} times in one loss(): a pipeline needs one pass for each loss",
@@ -153,7 +150,7 @@ def called_twice(times: int) -> WorkloadError:
 
 
 def find_units(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Unit]:
-    """The parts of a model in the order of registration. Raises WorkloadError if the blocks cannot be separated."""
+    """Parts of the model in the order of registration. Raises WorkloadError if the blocks cannot be separated."""
     numbers = {id(block): number for number, block in enumerate(blocks)}
     if len(numbers) < len(blocks):
         raise WorkloadError.problem("blocks()", "returned the same module twice: a pipeline needs each block once")
@@ -166,7 +163,7 @@ def find_units(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Unit]:
     if containers & paths.keys():
         raise WorkloadError.problem("blocks()", "returned a block within a block: blocks must not contain each other")
     if [paths[p] for p in paths] != list(range(len(blocks))):
-        text = "returned the blocks in another order than the model: name each once, in the order of use"
+        text = "returned the blocks in an order that differs from the model's: return each once, in the order of use"
         raise WorkloadError.problem("blocks()", text)
     found: list[Unit] = []
 
@@ -194,12 +191,11 @@ def _prefix_ends(path: str) -> Iterator[int]:
 
 
 def counted_costs(units: Sequence[Unit], num_blocks: int) -> list[float]:
-    """Forward operations per token of each block and its surrounding modules: 2 for each parameter that multiplies.
+    """Forward operations per token of each block and its surrounding modules: 2 for each parameter in a multiplication.
 
     A lookup in an embedding multiplies nothing; a head does, even if it shares the embedding's table. Attention's
-    products of tokens with tokens are left out: they are the same in all blocks of a kind. One is added for each
-    module, so that parts without parameters are not free. Source: Kaplan et al. 2020, arXiv:2001.08361, section 2.1.
-    """
+    products of tokens with tokens are left out, since they are the same in all blocks of a kind. One is added for each
+    module, so that parts without parameters are not free. Source: Kaplan et al. 2020, arXiv:2001.08361, section 2.1."""
     costs = [0.0] * num_blocks
     for unit in units:
         for module in unit.module.modules():
@@ -210,12 +206,11 @@ def counted_costs(units: Sequence[Unit], num_blocks: int) -> list[float]:
 
 
 def balanced_bounds(costs: Sequence[float], num_stages: int) -> list[int]:
-    """First block of each stage, so that the most expensive stage is as cheap as it can be; each has at least one
-    block.
+    """First block of each stage, chosen so that the most expensive stage is as cheap as possible. Each stage has at
+    least one block.
 
-    Found by dynamic programming over prefixes, in num_stages x len(costs)^2 steps.
-    Of equal splits, it is the one whose later stages are longer.
-    """
+    Found by dynamic programming over prefixes, in num_stages x len(costs)^2 steps. Among equal splits, the one whose
+    later stages are longer is chosen."""
     num_blocks = len(costs)
     if not 1 <= num_stages <= num_blocks:
         raise ValueError(f"{num_blocks} blocks cannot make {num_stages} stages")
@@ -247,7 +242,7 @@ def stage_of_block(bounds: Sequence[int], num_blocks: int) -> list[int]:
 
 
 def make_stage(model: nn.Module, units: Sequence[Unit], stages: Sequence[int], index: int) -> Stage:
-    """Stage `index` of a model whose blocks are on `stages`. Shares all modules and tensors with it."""
+    """Make stage `index` of a model whose blocks are on `stages`. It shares all modules and tensors with the model."""
     entry = Entry()
 
     def replacement(unit: Unit) -> nn.Module:
@@ -267,9 +262,8 @@ def make_stage(model: nn.Module, units: Sequence[Unit], stages: Sequence[int], i
 def make_part(
     model: nn.Module, units: Sequence[Unit], is_here: Callable[[Unit], bool]
 ) -> tuple[nn.Module, list[nn.Module]]:
-    """The model with only the units that are here, and its containers as in `Stage`. A parameter that is used here and
-    named after a part on another stage (a tied head) keeps that name, so that it has one name on all workers.
-    """
+    """The model with only the units on this worker, and its containers as in `Stage`. A parameter that is used here but
+    named after a part on another stage (a tied head) keeps that name, so that it has the same name on all workers."""
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         names[id(parameter)] = name
@@ -292,7 +286,7 @@ def make_part(
 
 
 def _view(model: nn.Module, units: dict[str, nn.Module]) -> tuple[nn.Module, list[nn.Module]]:
-    """A model with replaced units: containers are copies that share parameters and buffers."""
+    """Model with replaced units, whose containers are copies that share parameters and buffers."""
     containers: list[nn.Module] = []
 
     def visit(module: nn.Module, prefix: str) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The collectives of sharded training: counted, timed if the host waits for them, and reported to watchers."""
+"""Collectives of sharded training, which are counted, timed if the host waits for them, and reported to watchers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +16,7 @@ from scaleray.strategies.traffic.ledger import Entry
 
 
 class Window:
-    """Holder of the callback that gets pieces of a rank's own gradient; None without a watcher."""
+    """Stores the callback that receives the pieces of a rank's own gradient; None without a watcher."""
 
     def __init__(self) -> None:
         self.see: Callable[[torch.Tensor, float], None] | None = None
@@ -26,12 +26,12 @@ class Window:
 
 
 class CountedAllGather(DefaultAllGather):
-    """torch's all-gather, counted. A rank contributes its shard of a unit."""
+    """torch's all-gather, with counting. A rank contributes its shard of a unit."""
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
         self.on_arrival: list[Callable[[], None]] = []
-        """Function called when this rank arrives at it."""
+        """Function called when this rank arrives at the collective."""
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         for call in self.on_arrival:
@@ -41,15 +41,15 @@ class CountedAllGather(DefaultAllGather):
 
 
 class CountedReduceScatter(DefaultReduceScatter):
-    """torch's reduce-scatter, counted. A rank contributes the whole gradient of a unit, and exposes it in `window`.
-    replicas: the group over which the result is all-reduced afterwards."""
+    """torch's reduce-scatter, with counting. A rank contributes the whole gradient of a unit, and exposes it in
+    `window`. replicas: group over which the result is all-reduced afterwards."""
 
     def __init__(
         self, entry: Entry, window: Window | None = None, *, replicas: dist.ProcessGroup | None = None
     ) -> None:
         self.entry, self.window, self.replicas = entry, window, replicas
         self.on_arrival: list[Callable[[], None]] = []
-        """Function called when this rank arrives at it: the gradients of the unit are computed."""
+        """Function called when this rank arrives at the collective, with the gradients of the unit computed."""
 
     def __call__(
         self,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 INPUT_SECOND = ("allgather", "_allgather_base", "reduce_scatter", "_reduce_scatter_base", "allgather_into", "alltoall")
-"""Operations of `c10d` that take their output first, and their input second."""
+"""Operations of `c10d` that take their output as the first argument and their input as the second."""
 NO_COLLECTIVES = (
     "wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_", "recv_", "recv_any_source_",
 )  # fmt: skip
@@ -45,11 +45,11 @@ IN_WORDS = {
     "all_to_all": "all_to_all",
     "send": "send",
 }
-"""Names of operations by the beginning of torch's, of which there are several for each."""
+"""Names of operations by the beginning of torch's name, since torch has several for each."""
 
 
 class Kind(NamedTuple):
-    """A kind of collective: an operation in a group."""
+    """Kind of collective: an operation in a group."""
 
     group: str
     """Name of torch's process group."""
@@ -58,11 +58,10 @@ class Kind(NamedTuple):
 
 
 class Traffic(TorchDispatchMode):
-    """Context that counts the tensors given to collectives inside it, each once, below torch's dispatcher. It slows the
-    work, so use it once and count repetitions.
+    """Context that counts the tensors passed to collectives inside it, each once, below torch's dispatcher. It slows
+    down the work, so it is used once and repetitions are counted.
 
-    found: number of calls and bytes of each kind. Received bytes are counted by their sender.
-    """
+    found: number of calls and bytes of each kind. Received bytes are counted by their sender."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +69,7 @@ class Traffic(TorchDispatchMode):
 
     @property
     def num_bytes(self) -> float:
-        """Bytes of all kinds together."""
+        """Total bytes of all kinds."""
         return sum(num_bytes for _, num_bytes in self.found.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,14 +99,14 @@ def _kind(name: str, given: list[Any]) -> Kind:
 
 
 def data_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """The workers with samples of their own, as one axis: `dp`, or `replicate` and `shard`, which were flattened."""
+    """The workers that have samples of their own, as one axis: `dp`, or the flattened axes `replicate` and `shard`."""
     # torch deprecates mesh["dp"] for the latter
     return mesh["replicate", "shard"]._flatten("dp") if "shard" in (mesh.mesh_dim_names or ()) else mesh["dp"]
 
 
 class CountedPasses:
-    """Forward and backward passes of a step's micro-batches, as the loop itself would run them. Traffic of the styles
-    and of FSDP is counted below the dispatcher, once per shape of a micro-batch."""
+    """Forward and backward passes of a step's micro-batches, as the loop itself would run them. Traffic of the
+    tensor-parallel styles and of FSDP is counted below the dispatcher, once per shape of a micro-batch."""
 
     def __init__(self, model: nn.Module, on_model: nn.Module, mesh: DeviceMesh) -> None:
         self._model, self._on_model, self._replicas = model, on_model, data_axis(mesh)
@@ -124,7 +123,7 @@ class CountedPasses:
         self.sent.tell_phases(enter)
 
     def count_units(self, experts: DividedExperts | None) -> None:
-        """Count and time the collectives of FSDP's units, and of divided experts, at their calls."""
+        """Count and time the collectives of FSDP's units and of divided experts where they are called."""
         if experts is not None:
             self._axes[experts.mesh.get_group("of_experts").group_name] = "of_experts"
         for unit in self._model.modules():
@@ -139,7 +138,7 @@ class CountedPasses:
                 unit.set_custom_reduce_scatter(CountedReduceScatter(self.sent.entry(axis, size, REDUCE_SCATTER)))
 
     def run(self, pieces: list[MicroBatch], objective: Objective, autocast: Any) -> None:
-        """Run the micro-batches in their order; only the last one sums gradients over replicas."""
+        """Run the micro-batches in order; only the last one sums gradients over the replicas."""
         for number, piece in enumerate(pieces):
             is_last = number == len(pieces) - 1
             shapes = tuple((tuple(t.shape), t.dtype) for t in tree_leaves(piece.batch) if isinstance(t, torch.Tensor))
@@ -156,7 +155,7 @@ class CountedPasses:
             self._count(self._known[shapes, is_last], self._waits.seconds - before_s)
 
     def _of_layers(self, traffic: Traffic) -> dict[Kind, tuple[int, float]]:
-        """Counts without the collectives of units, which count themselves."""
+        """Counts without the collectives of units, which are counted separately."""
         units = (ALL_GATHER, REDUCE_SCATTER) if isinstance(self._model, FSDPModule) else ()
         counted = {"dp": units, "of_experts": units, "expert": (ALL_TO_ALL,)}
         return {
@@ -164,8 +163,8 @@ class CountedPasses:
         }
 
     def _count(self, found: dict[Kind, tuple[int, float]], waited_s: float) -> None:
-        """Add the collectives of a micro-batch, and the host's wait for them, divided among operations by their
-        bytes."""
+        """Add the collectives of a micro-batch, and the time that the host waited for them, divided among operations by
+        their bytes."""
         whole = sum(num_bytes for _, num_bytes in found.values())
         for kind, (count, num_bytes) in found.items():
             entry = self.sent.entry(self._axes.get(kind.group, "all"), kind.group_size, kind.operation)

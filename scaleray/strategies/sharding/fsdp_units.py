@@ -1,5 +1,5 @@
-"""Choose the units of a model for sharding, and the distance of gathering ahead. A unit's parameters travel in one
-collective: small units cost latency, and the whole model as one unit saves no memory."""
+"""Choose the units of a model for sharding, and how far ahead they are gathered. A unit's parameters travel in one
+collective: small units cost latency, and the whole model as a single unit saves no memory."""
 
 import math
 from collections import Counter
@@ -16,20 +16,21 @@ from scaleray.records.text.units import GIB
 
 @dataclass(frozen=True)
 class Units:
-    """Modules to shard as one unit each, in the order of the model, which approximates that of the forward pass. The
-    model itself, with the rest, is added as the outermost unit."""
+    """Modules that are each sharded as one unit, in the order of the model, which approximates that of the forward
+    pass. The model itself, with the remaining parameters, is added as the outermost unit."""
 
     modules: list[nn.Module]
     names: list[str]
     sizes: list[int]
-    """Number of parameters of each unit alone, without those of units inside it."""
+    """Number of parameters in each unit, without those of units inside it."""
     root_size: int
     notes: list[str]
 
 
 def choose_units(model: nn.Module, settings: FsdpSettings, workload: Any) -> Units:
-    """The units requested by the settings. A module with a parameter that is also used elsewhere cannot be a unit: its
-    parameters go to the unit around it. Raises WorkloadError if the model or the workload lacks them."""
+    """The units requested by the settings. A module with a parameter that is also used elsewhere cannot be a unit; its
+    parameters belong to the unit around it. Raises WorkloadError if the model or the workload lacks the requested
+    units."""
     asked = {"blocks": _blocks, "size": _large_enough, "class": _of_classes}[settings.wrap](model, settings, workload)
     uses, occurrences, notes = _uses(model), Counter(map(id, _all_modules(model))), []
     chosen: list[tuple[str, nn.Module]] = []
@@ -45,7 +46,7 @@ def choose_units(model: nn.Module, settings: FsdpSettings, workload: Any) -> Uni
             notes.append(f"fsdp: {name} is not a separate unit, because its {path} is also used elsewhere")
     if not chosen:
         hint = "fsdp.wrap size makes units of any model" if settings.wrap == "blocks" else "see fsdp.wrap"
-        notes.append(f"fsdp: the whole model is one unit, gathered at once ({hint})")
+        notes.append(f"fsdp: the whole model is one unit, which is gathered at once ({hint})")
     taken: set[int] = set()
     sizes = [0] * len(chosen)
     for number in reversed(range(len(chosen))):  # inner units come after the outer one, and keep what is theirs
@@ -54,10 +55,9 @@ def choose_units(model: nn.Module, settings: FsdpSettings, workload: Any) -> Uni
 
 
 def prefetch_distance(units: Units, settings: FsdpSettings, *, bytes_per_parameter: int) -> int:
-    """Number of units that may be gathered ahead so that `max_unsharded_gib` holds, up to `prefetch`.
+    """Number of units, up to `prefetch`, that may be gathered ahead without exceeding `max_unsharded_gib`.
 
-    The root's parameters count throughout. Raises ConfigError if even one unit at a time is too much.
-    """
+    The root's parameters count throughout. Raises ConfigError if even one unit at a time takes too much memory."""
     wanted = min(settings.prefetch, len(units.sizes))
     if settings.max_unsharded_gib is None:
         return wanted
@@ -73,7 +73,7 @@ def prefetch_distance(units: Units, settings: FsdpSettings, *, bytes_per_paramet
         settings.max_unsharded_gib,
         f"the {'largest unit with the parameters outside units' if settings.reshard_after_forward else 'whole model'} "
         f"takes {_rounded_up(least)}",
-        "use smaller units (fsdp.wrap), or allow more"
+        "use smaller units (fsdp.wrap), or raise this limit"
         + ("" if settings.reshard_after_forward else ", or set fsdp.reshard_after_forward"),
     )
 
@@ -89,7 +89,7 @@ def _rounded_up(gib: float) -> float:
 
 
 def _claim(module: nn.Module, taken: set[int]) -> int:
-    """Number of a module's parameter values not yet taken; adds the parameters to `taken`."""
+    """Number of a module's parameter values that are not in `taken` yet. Adds the parameters to `taken`."""
     mine = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
     taken.update(mine)
     return sum(mine.values())
@@ -120,7 +120,7 @@ def _of_classes(model: nn.Module, settings: FsdpSettings, workload: Any) -> set[
 
 
 def _large_enough(model: nn.Module, settings: FsdpSettings, workload: Any) -> set[int]:
-    """Ids of units found from the leaves up: a module becomes one if the rest outside its inner units is large
+    """Ids of units, found from the leaves up: a module becomes a unit if what remains outside its inner units is large
     enough."""
     asked: set[int] = set()
     taken: set[int] = set()

@@ -1,6 +1,6 @@
 """Waits for DTensor's collectives: their duration on the host, and arrival times. DTensor runs collectives concurrently
-with the following work, and waits when a result is first used. All waits go through one function of torch, which this
-module replaces during the passes of a step."""
+with the work that follows, and waits when a result is first used. All waits go through a single function of torch,
+which this module replaces during the passes of a step."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from scaleray.strategies.contract.arrivals import Moments, drawn_together
 
 
 class Waits:
-    """Context of the forward and backward pass of a micro-batch, in which every wait is recorded; used again for each.
+    """Context of the forward and backward pass of a micro-batch, in which every wait is recorded; it is reused for each
+    micro-batch.
 
-    on_host: whether the host blocks in a wait, as on the CPU; on a GPU the stream does. enter: see
+    on_host: whether the host blocks in a wait, as on the CPU; on a GPU the stream blocks. enter: see
     `Parallel.tell_phases`."""
 
     def __init__(self, *, on_host: bool) -> None:
         self.on_host = on_host
         self.enter: Enter | None = None
         self.seconds = 0.0
-        """Seconds that the host was blocked, over all passes."""
+        """Seconds for which the host was blocked, over all passes."""
         self.count = 0
         """Number of waits in the current or last pass."""
         self.noted: dict[int, Callable[[], None]] = {}
@@ -78,7 +79,7 @@ class LayerArrivals:
         self._hooks: list[RemovableHandle] = []
         self._is_learning = self._is_backward = False
         self._passes: tuple[list[set[str]], list[set[str]]] = [set()], [set()]
-        """Layers computed before each wait of the forward and of the backward pass, and after the last one."""
+        """Layers computed before each wait of the forward pass and of the backward pass, and after the last one."""
 
     def enter_backward(self) -> None:
         """Note that the backward pass begins."""

@@ -1,8 +1,9 @@
 """Build a model that is larger than one worker's memory, with the initial values of an ordinary build.
 
-All workers run the same code on the same random numbers. Memory untouched for a while is split: each worker keeps its
-part and frees the rest, and all gather it again when the code or the sharding needs it. So the code may do anything,
-such as drawing until a condition holds, which building on the meta device and initialising later cannot repeat."""
+All workers run the same code on the same random numbers. Memory that has not been used for a while is split: each
+worker keeps its part and frees the rest, and all workers gather it again when the code or the sharding needs it. So the
+code may do anything, such as drawing until a condition holds, which building on the meta device and initialising later
+cannot repeat."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 SMALLEST_BYTES = 4096
-"""Size from which tensors are split. Smaller ones stay whole: buffers, biases and scales would each cost a message."""
+"""Minimum size of tensors that are split. Smaller ones stay whole, since buffers, biases and scales would each cost a
+message."""
 READ_WITHOUT_DISPATCH = {
     torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.__dlpack__,
 }  # fmt: skip
@@ -30,8 +32,8 @@ READ_WITHOUT_DISPATCH = {
 
 @dataclass
 class _Page:
-    """Memory of one or more tensors. kept: this rank's part once the rest is freed; digest: in that case, that of the
-    whole."""
+    """Memory of one or more tensors. kept: this rank's part once the rest has been freed. digest: in that case, the
+    digest of the whole memory."""
 
     storage: StorageWeakRef
     num_bytes: int
@@ -44,8 +46,8 @@ class _Page:
 class PagedBuild(TorchDispatchMode):
     """Context in which a model is built and sharded. Collective over `group`: all ranks must run the same operations.
 
-    bound_bytes: approximate amount of recently used memory that stays whole; tensors in use at the same time always do.
-    Between the build and the strategy, call `digests`, after which nothing is split, and `finish`."""
+    bound_bytes: approximate amount of recently used memory that stays whole; tensors in use at the same time always
+    stay whole. Between the build and the strategy, call `digests`, after which nothing is split, and `finish`."""
 
     def __init__(self, group: dist.ProcessGroup, *, bound_bytes: float) -> None:
         super().__init__()
@@ -79,14 +81,13 @@ class PagedBuild(TorchDispatchMode):
         return out
 
     def digests(self, model: nn.Module) -> dict[str, int]:
-        """A digest (64 bits, signed) of each parameter and buffer as this rank built it, by name; building ends
-        here."""
+        """Digest (64 bits, signed) of each parameter and buffer as this rank built it, by name. Building ends here."""
         self._is_building = False
         with self._looking():
             return {name: self._digest(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
 
     def finish(self, model: nn.Module) -> None:
-        """Restore all but parameters, which are restored when they are sharded. Collective."""
+        """Restore everything except parameters, which are restored when they are sharded. Collective."""
         parameters = {p.untyped_storage()._cdata for p in model.parameters()}
         # whatever else is still in use; a rank whose garbage is collected already takes part for the others
         others = [page for key, page in self._pages.items() if page.kept is not None and key not in parameters]
@@ -101,7 +102,7 @@ class PagedBuild(TorchDispatchMode):
                 self._restore(page)
 
     def bring_back(self, *values: Any) -> None:
-        """Make the memory of all tensors in `values` whole. Collective unless it is whole."""
+        """Make the memory of all tensors in `values` whole. Collective unless it is whole already."""
         for storage in _storages(values):
             page = self._pages.get(storage._cdata)
             if page is not None and page.kept is not None:
@@ -168,7 +169,7 @@ class PagedBuild(TorchDispatchMode):
 
 
 class _Readers(TorchFunctionMode):
-    """Watch for functions that read a tensor's memory without an operation of torch, such as `numpy()`."""
+    """Watches functions that read a tensor's memory without an operation of torch, such as `numpy()`."""
 
     def __init__(self, build: PagedBuild) -> None:
         super().__init__()
@@ -181,7 +182,7 @@ class _Readers(TorchFunctionMode):
 
 
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
-    """Memory of plain tensors; a subclass such as DTensor consists of others, which are visited separately."""
+    """Memory of plain tensors. A subclass such as DTensor consists of other tensors, which are visited separately."""
     seen = set()
     for leaf in tree_leaves(values):
         if (

@@ -1,6 +1,6 @@
-"""Arithmetic on whole tensors of which each rank holds a part: sums over ranks, and offsets of parts.
+"""Arithmetic on whole tensors of which each rank has a part: sums over ranks, and offsets of parts.
 
-A parameter is a plain tensor, whole on every rank, or a DTensor cut along some axes of a device mesh. Used by
+A parameter is a plain tensor that is whole on every rank, or a DTensor split along some axes of a device mesh. Used by
 large_batch_optimizers and pruning."""
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ Axes = tuple[tuple[DeviceMesh, int], ...]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, sharing its memory. Call it without gradients."""
+    """This rank's part of a tensor, sharing its memory. Must be called without gradients."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def cut_along(tensor: torch.Tensor) -> Axes:
-    """The axes along which a tensor is cut; the same on all of their ranks."""
+    """Axes along which a tensor is split; the same on all ranks of these axes."""
     return _axes(tensor, is_replicated=False)
 
 
@@ -39,7 +39,7 @@ def _axes(tensor: torch.Tensor, *, is_replicated: bool) -> Axes:
 
 
 def by_layout(tensors: Sequence[torch.Tensor]) -> dict[Axes, list[int]]:
-    """Positions of the tensors by the axes along which they are cut, in an order that all ranks share."""
+    """Positions of the tensors by the axes along which they are split, in an order that all ranks share."""
     members: dict[Axes, list[int]] = {}
     for position, tensor in enumerate(tensors):
         members.setdefault(cut_along(tensor), []).append(position)
@@ -47,7 +47,7 @@ def by_layout(tensors: Sequence[torch.Tensor]) -> dict[Axes, list[int]]:
 
 
 def sum_over(axes: Axes, values: torch.Tensor) -> torch.Tensor:
-    """The sum of `values` over the ranks of these axes. Collective; one all-reduce an axis."""
+    """Sum of `values` over the ranks of these axes. Collective; one all-reduce per axis."""
     if not axes:
         return values
     # a mesh of GPUs may hold its shards on the CPU (offload), where NCCL cannot sum

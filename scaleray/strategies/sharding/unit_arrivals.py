@@ -30,11 +30,12 @@ class UnitArrivals:
         self._collectives[unit] = gather, scatter
 
     def settle(self, moments: Moments) -> Places:
-        """See `ArrivalSource`. The places are known immediately.
+        """See `ArrivalSource`. The points are known immediately.
 
-        In the forward pass a unit is gathered before the unit `distance` in front of it computes: a rank that arrives
-        late there lost the time in the unit before. The first gather marks the start. In the backward pass ranks also
-        synchronise before a unit computes, when the next one is gathered, and when its gradients are reduced."""
+        In the forward pass a unit is gathered before the unit `distance` positions ahead of it computes, so a rank that
+        arrives late there lost the time in the unit before. The first gather marks the start. In the backward pass
+        ranks also synchronise before a unit computes, when the next one is gathered, and when its gradients are
+        reduced."""
         modules, ahead = self._units.modules, self._distance
         chosen: list[Collective] = []
         first = self._model if self._names_of_root else modules[0]

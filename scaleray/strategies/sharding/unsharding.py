@@ -1,6 +1,6 @@
-"""Restore the user's model after sharded training: torch's `fully_shard` cannot undo itself.
+"""Restore the user's model after sharded training, since torch's `fully_shard` cannot undo itself.
 
-Written against torch 2.13, whose private names it uses; tests/strategies/test_fsdp.py fails if they move."""
+Written against torch 2.13, whose private names it uses; tests/strategies/test_fsdp.py fails if these change."""
 
 import gc
 
@@ -17,8 +17,8 @@ MARKS = (REGISTRY_KEY, STATE_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_par
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what the last pass gathered of a model, if it is sharded: other values are about to take the shards'
-    place. Not collective."""
+    """Free the parameters that the last pass gathered, if the model is sharded, because the values of the shards are
+    about to change. Not collective."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -28,9 +28,8 @@ def unshard_for_good(model: nn.Module, *, keeps_shards: bool) -> None:
     """Remove every hook of `fully_shard` from a model, and make its parameters whole and plain again. Collective,
     unless `keeps_shards`.
 
-    keeps_shards: leave parameters as DTensors, for a model that no worker could hold or that is not kept. Gradients are
-    dropped. Calling it a second time does nothing.
-    """
+    keeps_shards: leave parameters as DTensors, for a model that no worker could hold or that is not needed later.
+    Gradients are dropped. A second call does nothing."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         unit.reshard()

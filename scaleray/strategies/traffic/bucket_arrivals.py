@@ -1,8 +1,9 @@
-"""Time when each bucket of DDP is full, at its last gradient, and when all are.
+"""Times at which each bucket of DDP is full, at its last gradient, and at which all buckets are.
 
-A communication hook in Python would see it too, but cost ten times as much: DDP would pass it every bucket instead of
-reducing it in C++, and it could wait for the interpreter while a thread reads rows. A hook on one parameter per bucket
-does not affect DDP. A hook on the loss would see only the end of a pass, and cost as much as six."""
+A communication hook in Python would observe this too, but at ten times the cost: DDP would pass it every bucket instead
+of reducing it in C++, and the hook could wait for the interpreter while a thread reads rows. A hook on one parameter
+per bucket does not affect DDP. A hook on the loss would observe only the end of a pass, and would cost as much as six.
+"""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -21,13 +22,14 @@ from scaleray.records.profile_record import Places
 from scaleray.strategies.contract.arrivals import Moments, drawn_together
 
 STEPS_BEFORE = 2
-"""Steps after which DDP keeps the layout of its buckets: it rebuilds them at the beginning of the second one."""
+"""Number of steps after which DDP keeps the layout of its buckets, which it rebuilds at the beginning of the second
+step."""
 LEAST_PLACES = 6
-"""Fewest watched places of a pass, if there are enough parameters."""
+"""Minimum number of points watched in a pass, if there are enough parameters."""
 
 
 class BucketArrivals:
-    """Arrivals at the all-reduce of each bucket of a wrapped model, in the order in which DDP reduces them."""
+    """Arrivals at the all-reduce of each bucket of a wrapped model, in the order in which DDP reduces the buckets."""
 
     def __init__(self, wrapped: DistributedDataParallel, model: nn.Module) -> None:
         self._wrapped = wrapped
@@ -41,15 +43,15 @@ class BucketArrivals:
         self._pass = -1  # torch's number of the backward pass that runs, or has run
 
     def tell_phases(self, enter: Enter) -> None:
-        """See `Parallel.tell_phases`: time after the last gradient of a step is exposed communication."""
+        """See `Parallel.tell_phases`. The time after the last gradient of a step is exposed communication."""
         self._enter = enter
         if not self._hooks:  # until the places are known, the one that should come first speaks for all
             last = len(self._parameters) - 1
             self._hook([last], lambda number: lambda parameter: self._begin(_current_graph_task_id()))
 
     def settle(self, moments: Moments) -> Places | None:
-        """See `ArrivalSource`. One step records the order of all gradients, later ones the last gradient of each part
-        of a bucket."""
+        """See `ArrivalSource`. One step records the order of all gradients, and later steps the last gradient of each
+        part of a bucket."""
         self._steps += 1
         if self._steps == STEPS_BEFORE:
             self.close()
@@ -130,7 +132,7 @@ class BucketArrivals:
 
 
 def _parts(bucket: list[int], num_buckets: int) -> list[list[int]]:
-    """Watched parts of a bucket: a few whole buckets would show little about the layers."""
+    """Watched parts of a bucket, since a few whole buckets would show little about the layers."""
     count = max(1, min(len(bucket), LEAST_PLACES // num_buckets))
     edges = [len(bucket) * part // count for part in range(count + 1)]
     return [bucket[begin:end] for begin, end in itertools.pairwise(edges)]

@@ -13,7 +13,7 @@ from scaleray.strategies.traffic.ledger import Ledger
 
 @dataclass(frozen=True)
 class Message:
-    """One collective of a codec. payload_bytes: bytes that one rank contributes."""
+    """One collective of a codec. payload_bytes: bytes contributed by one rank."""
 
     kind: str
     """Kind of collective: all_reduce, all_gather or all_to_all."""
@@ -22,15 +22,15 @@ class Message:
     def link_bytes(self, world_size: int) -> float:
         """Bytes that each rank sends over its link with bandwidth-optimal algorithms (Thakur et al. 2005, section 4).
 
-        A ring's all-reduce sends a rank's payload nearly twice; an all-gather passes everyone's payload on, so it grows
-        with the number of ranks; an all-to-all sends all but the rank's own part once."""
+        A ring all-reduce sends a rank's payload nearly twice. An all-gather forwards the payloads of all ranks, so it
+        grows with their number. An all-to-all sends all but the rank's own part once."""
         others = world_size - 1
         factor = {"all_reduce": 2 * others / world_size, "all_gather": others, "all_to_all": others / world_size}
         return self.payload_bytes * factor[self.kind]
 
 
 class GroupCollectives:
-    """The collectives of one group. Each is blocking, and its payload is counted once in `ledger`."""
+    """Collectives of one group. Each one blocks, and its payload is counted once in `ledger`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -39,21 +39,21 @@ class GroupCollectives:
 
     @property
     def sent_bytes(self) -> int:
-        """Total sent bytes."""
+        """Total bytes sent."""
         return int(self.ledger.num_bytes)
 
     def mean_(self, values: torch.Tensor) -> torch.Tensor:
-        """Mean over all ranks, in place. Divides first, as DDP does, so that the sum cannot overflow if the mean does
-        not."""
+        """Mean over all ranks, in place. Divides first, as DDP does, so that the sum overflows only if the mean
+        does."""
         return self.sum_(values.div_(self.world_size))
 
     def sum_(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in place."""
+        """Sum over all ranks, in place."""
         self._run(ALL_REDUCE, partial(dist.all_reduce, values, group=self.group), values)
         return values
 
     def largest_(self, values: torch.Tensor) -> torch.Tensor:
-        """The largest over all ranks, in place."""
+        """Maximum over all ranks, in place."""
         self._run(ALL_REDUCE, partial(dist.all_reduce, values, op=dist.ReduceOp.MAX, group=self.group), values)
         return values
 
@@ -64,7 +64,7 @@ class GroupCollectives:
         return gathered
 
     def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
-        """Exchange rows (world_size, n): row i goes to rank i, and row i of the result came from there."""
+        """Exchange rows (world_size, n): row i goes to rank i, and row i of the result comes from rank i."""
         arrived = torch.empty_like(rows)
         self._run(ALL_TO_ALL, partial(dist.all_to_all_single, arrived, rows, group=self.group), rows)
         return arrived
@@ -74,7 +74,8 @@ class GroupCollectives:
 
 
 def pack(*parts: torch.Tensor) -> torch.Tensor:
-    """Join tensors (rows, n_i) of any dtypes into one of bytes (rows, m): one message costs one latency."""
+    """Join tensors (rows, n_i) of any dtypes into one tensor of bytes (rows, m), because one message costs one
+    latency."""
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
 
 

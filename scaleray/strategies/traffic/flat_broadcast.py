@@ -20,8 +20,8 @@ def broadcast(
     bucket_bytes: float = BUCKET_BYTES,
     entry: Entry | None = None,
 ) -> int:
-    """Give every rank the values of rank `source` of the group, in place; returns the bytes, and counts them in
-    `entry`. Collective over `group`, with tensors of the same shapes and dtypes in the same order."""
+    """Give every rank the values of rank `source` of the group, in place. Returns the number of bytes and counts them
+    in `entry`. Collective over `group`, with tensors of the same shapes and dtypes in the same order."""
     is_source, sent = dist.get_rank(group) == source, 0
     for bucket in _buckets(tensors, bucket_bytes):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])

@@ -22,7 +22,8 @@ class Entry:
     count: int = 0
     num_bytes: float = 0.0
     seconds: float | None = None
-    """Seconds that the host waited for them; None if it did not, or on a GPU, whose queue waits instead."""
+    """Seconds that the host waited for these collectives; None if it did not, or on a GPU, where the queue waits
+    instead."""
 
     enter: Enter | None = None
     """Enters a phase while the host waits."""
@@ -36,13 +37,13 @@ class Entry:
         self.on_host = tensor.device.type == "cpu"
 
     def waited(self, seconds: float) -> None:
-        """Add seconds in which the host waited; does nothing on a GPU, where the host only queues waits."""
+        """Add seconds for which the host waited; does nothing on a GPU, where the host only queues waits."""
         if self.on_host:
             self.seconds = (self.seconds or 0.0) + seconds
 
     def run(self, start: Callable[[], Any], tensor: torch.Tensor) -> Any:
-        """Run a collective with this payload and return its result. On the CPU, one that is not asynchronous is
-        timed."""
+        """Run a collective with this payload and return its result. On the CPU, a collective that is not asynchronous
+        is timed."""
         self.add(tensor)
         if not self.on_host:
             return start()  # the host only puts it into a queue
@@ -57,18 +58,18 @@ class Entry:
 
 
 class Ledger:
-    """All entries of a strategy on this rank. stands_still: whether training blocks while they are timed."""
+    """All entries of a strategy on this rank. stands_still: whether training blocks while collectives are timed."""
 
     def __init__(self, *, stands_still: bool = True) -> None:
         self._exposed_share = 1.0 if stands_still else None
         self._entries: dict[tuple[str, str], Entry] = {}
 
     def entry(self, group: str, group_size: int, operation: str) -> Entry:
-        """The entry of an operation in a group, created if missing."""
+        """Entry of an operation in a group, created if it does not exist."""
         return self._entries.setdefault((group, operation), Entry(group, group_size, operation))
 
     def tell_phases(self, enter: Enter) -> None:
-        """See `Parallel.tell_phases`; call it when all entries exist."""
+        """See `Parallel.tell_phases`; to be called when all entries exist."""
         for entry in self._entries.values():
             entry.enter = enter
 

@@ -30,8 +30,7 @@ class Parts:
     """Mean gradients of parts of a batch: `weighted_squares` is the sum of size x |mean gradient|^2 over the parts.
 
     Parts of unequal size count by their size, which keeps the estimates unbiased: with E|m_k|^2 = |G|^2 + trace / n_k,
-    the mean weighted by n_k is |G|^2 + trace x parts / (sum of n_k).
-    """
+    the mean weighted by n_k is |G|^2 + trace x parts / (sum of n_k)."""
 
     weighted_squares: float
     size: float

@@ -1,8 +1,7 @@
 """One optimizer step: micro-batches, accumulation, one synchronisation, clipping, update.
 
 The gradient is the sum over all micro-batches and workers divided by the total count, so workers may have different
-counts.
-"""
+counts."""
 
 from __future__ import annotations
 

@@ -274,7 +274,7 @@ def test_a_resumed_run_is_bit_identical(gloo, tmp_path, method):
     assert [step.step for step in resumed.steps] == [4, 5, 6, 7, 8, 9]
     assert resumed.losses == whole.losses[3:]
     assert largest_difference(whole.weights, resumed.weights) == 0
-    assert not [event for event in resumed.events if "starts as in a new run" in event]
+    assert not [event for event in resumed.events if "starts from scratch" in event]
 
 
 def in_folder(place, flags, folder, kill_at):

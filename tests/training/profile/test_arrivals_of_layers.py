@@ -83,8 +83,8 @@ def test_a_pipeline_tells_its_own_work_from_waiting_and_says_why_nobody_is_late(
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ({"strategy.name": "local_sgd"}, "replicas train apart"),
-        ({"strategy.name": "gossip"}, "replicas train apart"),
+        ({"strategy.name": "local_sgd"}, "replicas train separately"),
+        ({"strategy.name": "gossip"}, "replicas train separately"),
         ({"stop.after": "3 steps"}, "the training ended before"),
     ],
     ids=["local_sgd", "gossip", "three steps"],
