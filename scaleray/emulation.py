@@ -1,8 +1,8 @@
 """Emulated accelerators for a machine that has none: a layer's compute is a timed sleep, and everything else is real.
 
 A sleeping layer leaves its core and Python's lock free, as a GPU would, so that many workers on a few cores overlap and
-wait as on a cluster: parameters, gradients, optimizer, collectives and input are those of any training. Claims about
-scaling, overlap, stragglers and pipeline bubbles are tested with it, and runs rehearsed. Use it in a workload:
+wait as on a cluster: parameters, gradients, optimizer, collectives and input are those of any training. It serves to
+test claims about scaling, overlap, stragglers and pipeline bubbles, and to rehearse runs. Use it in a workload:
 
     from scaleray.emulation import EmulatedLayer, Timing
 
@@ -10,9 +10,9 @@ scaling, overlap, stragglers and pipeline bubbles are tested with it, and runs r
         timing = Timing(forward_s_per_sample=0.001, jitter=0.1, slowdown={1: 2.0})  # rank 1 is half as fast
         return nn.Sequential(*(EmulatedLayer(64, timing, index=i) for i in range(8)), nn.Linear(64, 10))
 
-`emulate` adds the same sleeps to the modules of a model that computes. What is not emulated: memory, contention for a
-device, kernels of other speeds at other sizes. A pass that autograd splits (zero bubble) sleeps whole in its part for
-the inputs. For CPU workers: on a GPU the sleep would hold the thread that launches, not the device."""
+`emulate` adds the same sleeps to the modules of a model that computes. Memory, contention for a device, and kernel
+speeds that depend on size are not emulated. A pass that autograd splits (zero bubble) sleeps in full in its part for
+the inputs. For CPU workers only: on a GPU the sleep would block the launching thread, not the device."""
 
 # no `from __future__ import annotations`: torch looks at the types that a communication hook is annotated with
 
@@ -36,15 +36,16 @@ FORWARD, BACKWARD, REDUCE = "forward", "backward", "reduce"
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Compute time of a layer in seconds: a fixed part for each pass, and one for each sample (first dimension) in it.
+    """Compute time of a layer in seconds: a fixed part per pass, plus a part per sample (first dimension) in it.
 
     jitter: a pass takes between 1 - jitter and 1 + jitter times as long, drawn from (seed, pass, layer, rank), so that
-    a second run sleeps the same. slowdown: factors by rank, for stragglers."""
+    a second run sleeps for the same time. slowdown: factors by rank, for stragglers."""
 
     forward_s: float = 0.0
     forward_s_per_sample: float = 0.0
     backward_factor: float = 2.0
-    """Time of a backward pass over that of a forward pass: gradients of inputs and of weights cost one each."""
+    """Ratio of the times of a backward and a forward pass: gradients of inputs and of weights cost one forward pass
+    each."""
     jitter: float = 0.0
     seed: int = 0
     slowdown: Mapping[int, float] = field(default_factory=dict)
@@ -62,7 +63,7 @@ class Timing:
             raise ConfigError("Timing.slowdown", slow, "factors must be above 0", "2 is half as fast")
 
     def duration_s(self, direction: str, *, num_samples: int, layer: int, number: int, rank: int) -> float:
-        """Seconds of pass `number` (from 0) of a layer on a rank; direction: forward or backward."""
+        """Seconds of pass `number` (counted from 0) of a layer on a rank. direction: forward or backward."""
         name = f"{self.seed}/{number}/{layer}/{rank}/{direction}"
         draw = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") / 2**64
         factor = 1 + self.jitter * (2 * draw - 1)
@@ -73,8 +74,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class Interval:
-    """Interval in which a pass or a reduction ran. kind: forward, backward or reduce; index: that of the layer or
-    bucket; number: which pass or step it is, from 0.
+    """Interval in which a pass or a reduction ran. kind: forward, backward or reduce. index: number of the layer or
+    bucket. number: number of the pass or step, from 0.
 
     Times are seconds of `time.perf_counter`, which on Linux is one clock for all processes of a machine."""
 
@@ -86,19 +87,19 @@ class Interval:
 
 
 class Timeline:
-    """Record of the intervals of one process, in the order of their start. Layers and links write into it."""
+    """Record of the intervals of one process, in the order in which they start. Layers and links write to it."""
 
     def __init__(self) -> None:
         self._begun: list[tuple[str, int, int, list[float]]] = []
 
     def begin(self, kind: str, index: int, number: int) -> Callable[[], None]:
-        """Record the start of an interval; the function returned records its end."""
+        """Record the start of an interval. Returns a function that records its end."""
         times = [time.perf_counter()]
         self._begun.append((kind, index, number, times))  # one append: other threads write too
         return lambda: times.append(time.perf_counter())
 
     def intervals(self, *kinds: str) -> list[Interval]:
-        """Intervals that have ended, of these kinds or of all, in the order of their beginning."""
+        """Intervals that have ended, of these kinds or of all kinds, in the order in which they began."""
         done = [(kind, index, number, times) for kind, index, number, times in list(self._begun) if len(times) > 1]
         return [Interval(k, i, n, t[0], t[1]) for k, i, n, t in done if not kinds or k in kinds]
 
@@ -111,7 +112,7 @@ class Timeline:
 
 
 def busy_s(intervals: Iterable[Interval]) -> float:
-    """Seconds in which at least one of the intervals runs."""
+    """Seconds during which at least one of the intervals is running."""
     total, reached = 0.0, -math.inf
     for interval in sorted(intervals, key=lambda i: i.start_s):
         total += max(0.0, interval.end_s - max(interval.start_s, reached))
@@ -120,10 +121,10 @@ def busy_s(intervals: Iterable[Interval]) -> float:
 
 
 class EmulatedLayer(nn.Module):
-    """Residual layer (..., width) -> (..., width) that takes the time of `timing` and next to no arithmetic.
+    """Residual layer (..., width) -> (..., width) that takes the time of `timing` and hardly any arithmetic.
 
-    It computes x + tanh(x) * mean of the rows of `weight`, (num_parameters / width, width): every parameter has a
-    gradient, so that collectives, optimizer and checkpoints carry as much as those of a layer of that size. index:
+    It computes x + tanh(x) * mean of the rows of `weight`, (num_parameters / width, width). Every parameter has a
+    gradient, so that collectives, optimizer and checkpoints carry as much data as for a real layer of that size. index:
     number of the layer, for its jitter and the timeline. rank: None takes that of the process group."""
 
     def __init__(
@@ -149,10 +150,10 @@ class EmulatedLayer(nn.Module):
 def emulate(
     modules: Iterable[nn.Module], timing: Timing, *, rank: int | None = None, timeline: Timeline | None = None
 ) -> Callable[[], None]:
-    """Let each of these modules take the time of `timing` on top of its own; the function returned undoes it.
+    """Make each of these modules take the time of `timing` in addition to its own. Returns a function that undoes this.
 
-    Each module must return a tensor, or a tuple or list whose first item is one.
-    Raises ConfigError in the first pass otherwise."""
+    Each module must return a tensor, or a tuple or list that begins with one. Raises ConfigError in the first pass
+    otherwise."""
     hooks = [
         module.register_forward_hook(_after_forward(_Sleeper(timing, index, rank, timeline)))
         for index, module in enumerate(modules)
@@ -166,7 +167,7 @@ def emulate(
 
 
 def is_emulated(model: nn.Module) -> bool:
-    """Whether any part of the model sleeps instead of computing, or on top of it."""
+    """Whether any part of the model sleeps, instead of computing or in addition to it."""
     return any(
         isinstance(module, EmulatedLayer) or any(getattr(h, "sleeps", False) for h in module._forward_hooks.values())
         for module in model.modules()
@@ -174,8 +175,8 @@ def is_emulated(model: nn.Module) -> bool:
 
 
 class EmulatedLink:
-    """Emulated link under DDP's gradients: real all-reduces, which end when a link of this bandwidth would have carried
-    them.
+    """Emulated link for DDP's gradients: real all-reduces, each of which ends when a link of this bandwidth would have
+    carried it.
 
     A bucket of n bytes takes latency_s + n / bytes_per_s, one bucket after another, during the backward pass. Use it as
     `model.register_comm_hook(group, link.reduce)`; gradients are averaged over the group. For buckets on the CPU."""
@@ -190,7 +191,7 @@ class EmulatedLink:
         threading.Thread(target=self._carry, name="scaleray-link", daemon=True).start()
 
     def reduce(self, group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket over the group's ranks; returns a future of the mean. Collective."""
+        """Average a bucket over the group's ranks. Returns a future of the mean. Collective."""
         buffer = bucket.buffer()
         end = self.timeline.begin(REDUCE, bucket.index(), self._number)
         self._number += bucket.is_last()
@@ -219,7 +220,7 @@ class EmulatedLink:
 
 
 class _Sleeper:
-    """Sleeper for one layer, which counts its forward passes."""
+    """Makes one layer sleep, and counts its forward passes."""
 
     def __init__(self, timing: Timing, index: int, rank: int | None, timeline: Timeline | None) -> None:
         self.timing, self.index, self.rank, self.timeline = timing, index, rank, timeline
@@ -244,7 +245,7 @@ class _Sleeper:
 
 
 class _Sleep(torch.autograd.Function):
-    """Identity that sleeps in its forward and backward pass."""
+    """Identity that sleeps in its forward and backward passes."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sleeper: "_Sleeper", number: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Every error that scaleray raises on purpose.
 
     ScaleRayError                  exit code 1 unless a subclass says otherwise
-    |-- UsageError                 exit code 2: the user can mend it without touching scaleray
+    |-- UsageError                 exit code 2: the user can fix it without changing scaleray
     |   |-- ConfigError            a key of the config, its value, what is allowed
     |   |-- WorkloadError          the user's workload does not import or breaks its contract
     |   |-- DataError              a source is empty, unreadable, too small or holds bad values
@@ -14,8 +14,8 @@
         |-- NonFiniteLossError     a loss or gradient became NaN or infinite
         |-- InputStarvedError      the input pipeline delivered nothing for too long
         |-- InitialisationError    ranks disagree on the initial parameters
-        |-- StepFailedError        the workload's code raised in a step
-        |-- PeerLostError          a collective failed, as another worker is gone or hangs
+        |-- StepFailedError        the workload's code raised an error in a step
+        |-- PeerLostError          a collective failed because another worker is gone or hangs
         `-- LeftEarly              the run was asked to stop, saved its state and can be resumed
 
 A message has four parts: what, the value found if there is one, the reason or what is allowed, and what to do next.
@@ -28,13 +28,13 @@ import re
 from typing import Self
 
 MARKED_KILLED = "the MLflow run is marked KILLED"
-"""Argument of a KeyboardInterrupt that ended a run which MLflow knows."""
+"""Argument of a KeyboardInterrupt that ended a run already created in MLflow."""
 NO_VALUE = ...
-"""In place of the value found, in errors that have none; stays the same object when pickled."""
+"""Stands for the value found in errors that have none; stays the same object when pickled."""
 _CALL = re.compile(r"\w+\(\)")
-"""Subject of an error about the result of a method of the user's, such as `loss()`."""
+"""Subject of an error about the result of one of the user's methods, such as `loss()`."""
 _ABOUT_THE_VALUE = re.compile("it (?!may |must )")
-"""Beginning of a reason that continues the sentence; a rule, such as `it must be positive`, is one of its own."""
+"""Beginning of a reason that continues the sentence. A rule, such as `it must be positive`, is a separate clause."""
 
 
 class ScaleRayError(Exception):
@@ -46,9 +46,9 @@ class ScaleRayError(Exception):
 class UsageError(ScaleRayError):
     """An input cannot be used. The text is `WHAT is FOUND: ALLOWED.`, with the hint on the next line.
 
-    A quoted value and an `allowed` of `it does not exist` give `WHAT FOUND does not exist.` A `what` of `loss()` gives
-    `loss() returned FOUND: ALLOWED.` None, a value that was not given, is called required or missing. `problem` makes a
-    text without a value."""
+    A quoted value with `it does not exist` as `allowed` gives `WHAT FOUND does not exist.` `loss()` as `what` gives
+    `loss() returned FOUND: ALLOWED.` None stands for a value that was not given, which the text calls required or
+    missing. `problem` makes a text without a value."""
 
     exit_code = 2
 
@@ -58,8 +58,8 @@ class UsageError(ScaleRayError):
 
     @classmethod
     def problem(cls, what: str, text: str, hint: str = "") -> Self:
-        """Error with the text `WHAT TEXT.`, where `WHAT is VALUE` would not be a sentence. text: a predicate such as
-        `lacks a line`, or a sentence after a colon."""
+        """Error with the text `WHAT TEXT.`, for cases in which `WHAT is VALUE` would not be a sentence. text: a
+        predicate such as `lacks a line`, or a sentence after a colon."""
         return cls(what, NO_VALUE, text, hint)
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class ConfigError(UsageError):
 
 
 class WorkloadError(UsageError):
-    """The workload cannot be imported or does not keep its contract."""
+    """The workload cannot be imported or breaks its contract."""
 
 
 class DataError(UsageError):
@@ -106,7 +106,7 @@ class StorageError(UsageError):
 
 
 class CheckpointError(UsageError):
-    """A checkpoint cannot be used: damaged, half written, of another model or config, or of a newer format."""
+    """A checkpoint cannot be used: damaged, incomplete, of another model or config, or of a newer format."""
 
 
 class TrackingError(UsageError):
@@ -118,7 +118,7 @@ class TraceError(UsageError):
 
 
 class RunFailedError(ScaleRayError):
-    """The run started and failed. The text names rank, node and step where they are known."""
+    """The run started and failed. The text names rank, node and step if they are known."""
 
 
 class NonFiniteLossError(RunFailedError):
@@ -130,13 +130,13 @@ class InputStarvedError(RunFailedError):
 
 
 class InitialisationError(RunFailedError):
-    """Ranks hold different parameters before the first step."""
+    """Ranks have different parameters before the first step."""
 
 
 class StepFailedError(RunFailedError):
-    """The workload's code raised in a step.
+    """The workload's code raised an error in a step.
 
-    step: how many were complete; steps_done: by this worker, since its start."""
+    step: number of complete steps. steps_done: number of steps that this worker has taken since its start."""
 
     def __init__(self, text: str, steps_done: int = 0, step: int = -1) -> None:
         super().__init__(text, steps_done, step)
@@ -147,7 +147,7 @@ class StepFailedError(RunFailedError):
 
 
 class PeerLostError(RunFailedError):
-    """A collective failed: another worker is gone or hangs. Never the cause, only its echo."""
+    """A collective failed because another worker is gone or hangs. Always a consequence, never the cause."""
 
 
 class LeftEarly(RunFailedError):
@@ -155,7 +155,7 @@ class LeftEarly(RunFailedError):
 
 
 def text_of(error: BaseException) -> str:
-    """Message of an error; making the text of a user's error may fail."""
+    """Message of an error, or a note if making the text of a user's error fails."""
     try:
         return str(error)
     except Exception as failed:

@@ -36,20 +36,20 @@ Batch = Mapping[str, "torch.Tensor"]
 """One micro-batch on the device: tensors by column name, rows along dimension 0."""
 
 SumAndCount = tuple["torch.Tensor", "torch.Tensor | int | float"]
-"""Value summed over rows (or tokens), and the number of rows (or tokens) it was summed over."""
+"""Value summed over rows (or tokens), and the number of rows (or tokens) in the sum."""
 
 Outputs = Mapping[str, "torch.Tensor"]
-"""What a loss over the whole batch needs of a model and its rows: tensors by name, with a row for each of them."""
+"""Outputs needed by a loss over the whole batch: tensors by name, each with one row for each row of the batch."""
 
 NEEDED = (("build_model",), ("datasets",), ("loss", "losses", "batch_loss"))
-"""Required methods of a workload: at least one of each."""
+"""Required methods of a workload: at least one of each group."""
 BARE = {
-    "LightningModule": "name what scaleray.lightning.as_workload(Module, DataModule) returns, a line in the same file",
-    "PreTrainedModel": "take a workload of scaleray.hugging_face, such as scaleray.hugging_face:CausalLanguageModel, "
+    "LightningModule": "name the result of scaleray.lightning.as_workload(Module, DataModule), a line in the same file",
+    "PreTrainedModel": "use a workload of scaleray.hugging_face, such as scaleray.hugging_face:CausalLanguageModel, "
     "with the model's folder as workload.args.model",
     "Module": "return the model from build_model() of a scaleray.Workload, next to its datasets() and loss()",
 }
-"""Way to a workload from what other libraries train, by the name of its base."""
+"""How to make a workload from a class of another library, by the name of that library's base class."""
 
 
 class Workload:
@@ -57,15 +57,16 @@ class Workload:
     Keyword arguments of `__init__` come from the config."""
 
     depends_on_micro_batch = False
-    """Whether `loss` may depend on the rows that share a micro-batch, as a load-balancing loss of experts does. A loss
-    that does so unsaid is refused at the first batch; one over the whole batch is a `batch_loss`."""
+    """Whether `loss` may depend on the rows that share a micro-batch, as a load-balancing loss of experts does. If a
+    loss depends on them without this flag, it is refused at the first batch; a loss over the whole batch is a
+    `batch_loss`."""
 
     def build_model(self) -> nn.Module:
-        """Build a new model on the default device. Called once a worker, after the seed of the run has been set."""
+        """Build a new model on the default device. Called once per worker, after the run's seed has been set."""
         raise NotImplementedError
 
     def datasets(self) -> Mapping[str, Any]:
-        """Data by split: `train` is needed, every other split (`val`, `test`, ...) is evaluated.
+        """Data by split. `train` is required; every other split (`val`, `test`, ...) is evaluated.
 
         A value is a dict of arrays with rows along dimension 0, a source of `scaleray.data`
         (`ParquetSource`, `TokenSource`, `TarSource`), a torch Dataset or IterableDataset, or a Ray Dataset."""
@@ -79,7 +80,7 @@ class Workload:
         raise NotImplementedError
 
     def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
-        """Tensors of a micro-batch for `batch_loss`, each with one row for each row of the batch. Optional."""
+        """Tensors of a micro-batch for `batch_loss`, each with one row for each row of the micro-batch. Optional."""
         raise NotImplementedError
 
     def batch_loss(self, outputs: Outputs) -> SumAndCount:
@@ -95,11 +96,11 @@ class Workload:
         """A preprocessor of Ray Data, or an object with `fit(columns)` and `transform(columns)`. Optional.
 
         It is fitted once on the train split, applied to all splits as they are read, before `transform`, and saved with
-        the run for `scaleray predict`. Columns may hold text before it."""
+        the run for `scaleray predict`. Columns may still contain text before it is applied."""
         return None
 
     def transform(self, rows: dict[str, Any], rng: Any) -> Mapping[str, Any]:
-        """Rows as training reads them, changed: columns of as many rows, by any name. Optional.
+        """The rows of a block, changed for training: columns of as many rows, under any names. Optional.
 
         rows: the columns of a block, arrays with the rows along dimension 0 (or `scaleray.data.Ragged`). rng: a
         `scaleray.data.RowRandom`, which draws for each row from that row's own seed. An optional third parameter,
@@ -107,10 +108,10 @@ class Workload:
         return rows
 
     def collate(self, rows: Any) -> Any:
-        """A micro-batch of tensors, in any structure, from its rows: a list of dicts of tensors. Optional.
+        """Make a micro-batch of tensors, in any structure, from its rows: a list of dicts of tensors. Optional.
 
-        Rows may differ in length; `rows.columns` has them by column. `collate = scaleray.data.Padding(...)` can replace
-        the method. Without it the columns themselves are the batch."""
+        Rows may differ in length; `rows.columns` has their values by column. `collate = scaleray.data.Padding(...)` can
+        replace the method. Without it, the columns themselves are the batch."""
         return rows.columns
 
     def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, SumAndCount]:
@@ -123,12 +124,13 @@ class Workload:
         """Predictions of the model for a batch, for `scaleray predict`: tensors by name with an element for each row,
         for example {"label": logits.argmax(1)}; lists of texts are allowed too. Optional.
 
-        The batch may lack labels. None: the model's output in `loss` is used."""
+        The batch may lack labels. If the result is None, the model's output in `loss` is used."""
         return None
 
     def read_data(self, path: str) -> Any:
         """Rows of other data at a local path, in the form of a split of `datasets()`, for `--data` of `scaleray
-        predict` and `scaleray evaluate`. Labels may be missing. Optional. None: read the path as files of tables."""
+        predict` and `scaleray evaluate`. Labels may be missing. Optional. If the result is None, the path is read as
+        files of tables."""
         return None
 
     def optimizer(
@@ -140,11 +142,11 @@ class Workload:
         return None
 
     def losses(self) -> Mapping[str, Callable[[nn.Module, Batch], SumAndCount]] | None:
-        """Several losses instead of `loss`, keyed by the name of their optimizer. Optional.
+        """Several losses instead of `loss`, by the name of their optimizer. Optional.
 
         A step runs them in this order on the same rows: forward, backward, clipping and update of one, then of the
-        next; each sees the weights the previous one updated. A loss changes only the parameters of its own optimizer.
-        `loss`, if defined too, is only evaluated."""
+        next, so that each sees the weights that the previous one has updated. A loss changes only the parameters of its
+        own optimizer. If `loss` is also defined, it is only evaluated."""
         return None
 
     def schedule(self, optimizer: torch.optim.Optimizer, recipe: Any) -> torch.optim.lr_scheduler.LRScheduler | None:
@@ -156,12 +158,12 @@ class Workload:
         return None
 
     def end_of_split(self) -> Mapping[str, tuple[float, float]]:
-        """Metrics of the split that was just evaluated, as sums and counts, if `metrics()` accumulates other values,
-        such as the state of a torchmetrics object. Optional."""
+        """Metrics of the split that was just evaluated, as sums and counts, for values that `metrics()` accumulates
+        itself, such as the state of a torchmetrics object. Optional."""
         return {}
 
     def aside(self) -> contextlib.AbstractContextManager[Any]:
-        """Context in which `metrics()` measures a row that does not count and must change no accumulated value.
+        """Context in which `metrics()` measures a row that does not count, so it must not change accumulated values.
         Optional."""
         return contextlib.nullcontext()
 
@@ -195,12 +197,12 @@ class Workload:
     def weight_names(self, model: nn.Module, config: Mapping[str, Any]) -> Mapping[str, str] | None:
         """Name of each tensor of the model's state dict in a folder of weights in Hugging Face's layout. Optional.
 
-        config: the folder's config.json; raise WorkloadError if it describes another model. None: the names are the
-        model's own."""
+        config: the folder's config.json; raise WorkloadError if it describes another model. If the result is None, the
+        names are the model's own."""
         return None
 
     def export(self, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-        """Write a new folder from which another library reads the trained model, for `scaleray export RUN --out
+        """Write a new folder from which another library can read the trained model, for `scaleray export RUN --out
         FOLDER`. Optional.
 
         weights: by the names of the model's state dict, on the CPU, with any adapters merged."""
@@ -210,7 +212,7 @@ class Workload:
         self, model: nn.Module, *, size: int, sequence_parallel: bool
     ) -> Mapping[str, ParallelStyle] | None:
         """Plan of how each layer is split over `size` workers, for `strategy.name: tensor`. Optional.
-        None: it cannot be split.
+        None means that the model cannot be split.
 
         The plan holds a style of `torch.distributed.tensor.parallel` by module name (`blocks.*.attention.query` for all
         blocks). The model must return what the loss needs whole, as plain tensors equal on all workers. With
@@ -230,7 +232,7 @@ def load_workload(
     """Import `package.module:Name` or `path/to/file.py:Name` and build it with `args`.
 
     A relative path is looked up from the current directory, then from `base_dir` (the folder of the config file).
-    imported: function that imports the part before the colon, instead of these folders and Python's import. Raises
+    imported: function that imports the part before the colon, in place of Python's import and these folders. Raises
     WorkloadError with the user's own part of the traceback."""
     target, _, attribute = name.partition(":")
     if not target or not attribute:
@@ -255,8 +257,8 @@ def load_workload(
 
 
 def name_of(workload: Any) -> str:
-    """Name by which `load_workload` finds a class, or the class of an object. It is the run's `workload.name` if the
-    workload was passed in Python. A class from a notebook's cell can only be passed again."""
+    """Name by which `load_workload` finds a class or the class of an object. It is the run's `workload.name` if the
+    workload was passed in Python. A class from a notebook cell can only be passed again."""
     kind = workload if isinstance(workload, type) else type(workload)
     path = getattr(sys.modules.get(kind.__module__), "__file__", None)
     is_importable = kind.__module__ != "__main__" or path is None or not str(path).endswith(".py")
@@ -264,14 +266,14 @@ def name_of(workload: Any) -> str:
 
 
 def make_workload(given: Any, name: str, args: Mapping[str, Any], *, base_dir: Path | None = None) -> Any:
-    """The given object; a given class, built with `args`; or, for None, the workload of that name."""
+    """The given object, or the given class built with `args`, or, for None, the workload of that name."""
     if given is None:
         return load_workload(name, args, base_dir=base_dir)
     return build_workload(given, args, name=given.__name__) if isinstance(given, type) else with_loss(given)
 
 
 def build_workload(factory: Any, args: Mapping[str, Any], *, name: str) -> Any:
-    """Call the workload class with the config's keyword arguments and check that it has the needed methods."""
+    """Call the workload class with the config's keyword arguments, and check that it has the required methods."""
     missing = [names for names in NEEDED if not any(callable(getattr(factory, method, None)) for method in names)]
     if missing:
         text = f"lacks {_listed(missing)}: it needs the methods {_listed(NEEDED)}"
@@ -304,7 +306,7 @@ def outputs_go_to(take: Callable[[Outputs], SumAndCount]) -> Iterator[None]:
 
 
 def with_loss(workload: Any) -> Any:
-    """Return the workload. One with `batch_loss` gets a `loss`: the batch loss of its outputs, as if they were the
+    """Return the workload. If it has `batch_loss`, it gets a `loss`: the batch loss of its outputs, as if they were the
     whole batch, or the function set by `outputs_go_to`. Raises WorkloadError for methods that contradict each other."""
     if own_method(workload, "batch_loss") is None or isinstance(getattr(workload, "loss", None), partial):
         return workload
@@ -335,7 +337,7 @@ def _check_outputs(outputs: Any) -> None:
         "outputs()",
         found,
         "it must return tensors by name, each with one row for each row of the batch",
-        "a number for all rows, such as a temperature, is given with expand(rows)",
+        "return a number for all rows, such as a temperature, with expand(rows)",
     )
 
 
@@ -344,7 +346,7 @@ def _listed(methods: Iterable[Iterable[str]]) -> str:
 
 
 def built_model(workload: Any, *, doing: str = "building the model") -> Any:
-    """The model from `build_model()` without a wrapper of torch.compile or DataParallel, which would rename its
+    """The model from `build_model()`, without a wrapper of torch.compile or DataParallel, which would rename its
     parameters. A model compiled in place by `model.compile()` stays compiled."""
     model = call_user_code(workload.build_model, what="build_model()", doing=doing)
     while True:

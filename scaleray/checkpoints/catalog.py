@@ -32,7 +32,7 @@ class Pruned:
 
 @dataclass(frozen=True)
 class Catalog:
-    """Checkpoints folder of a run, and its copy if there is one: `stores[0]` is the first, others hold the same
+    """Checkpoints folder of a run, and its copy if there is one. `stores[0]` is the first; others have the same
     files."""
 
     stores: list[Store]
@@ -48,8 +48,8 @@ class Catalog:
 
     @classmethod
     def at(cls, where: str, copy_path: str | None = None) -> tuple[Catalog, int | None]:
-        """Return the catalog at a path, and the step if the path is that of one checkpoint. The path is a run folder,
-        the checkpoints folder in it, or a step's folder. copy_path as in `of_run`."""
+        """Return the catalog at a path, and the step if the path is that of one checkpoint. The path may be a run
+        folder, the checkpoints folder in it, or a step's folder. copy_path: as in `of_run`."""
         store = Store(where.rstrip("/") if "://" not in where else where)
         step = step_of(store.name)
         if step is not None:
@@ -61,8 +61,8 @@ class Catalog:
         return cls([store]), step
 
     def steps(self) -> list[int]:
-        """Steps of all folders with names of checkpoints in any store, newest first. Raises OSError if no store can be
-        read."""
+        """Steps of all folders that are named like checkpoints in any store, newest first. Raises OSError if no store
+        can be read."""
         found: set[int] = set()
         failed: list[OSError] = []
         for store in self.stores:
@@ -75,9 +75,9 @@ class Catalog:
         return sorted(found, reverse=True)
 
     def read(self, step: int) -> Manifest:
-        """Return the manifest of a checkpoint from the first store with a complete one. Raises Incomplete if there is
-        none, Damaged if only an unusable one is left, CheckpointError for a newer format, and OSError if a store that
-        may have one cannot be read: this must not lead to an older checkpoint."""
+        """Return the manifest of a checkpoint from the first store that has a complete one. Raises Incomplete if there
+        is none, Damaged if only an unusable one is left, CheckpointError for a newer format, and OSError if a store
+        that may have one cannot be read, since this must not make a run use an older checkpoint."""
         problems: list[Incomplete] = []
         unread: OSError | None = None
         for store in self.stores:
@@ -94,7 +94,7 @@ class Catalog:
         raise next((problem for problem in problems if isinstance(problem, Damaged)), problems[0])
 
     def complete(self) -> Iterator[Manifest]:
-        """Yield the manifests of all complete checkpoints, newest first; their files are not checked."""
+        """Yield the manifests of all complete checkpoints, newest first, without checking their files."""
         for step in self.steps():
             try:
                 yield self.read(step)
@@ -106,9 +106,10 @@ class Catalog:
         return next(self.complete(), None)
 
     def publish(self, manifest: Manifest) -> list[str]:
-        """Write the manifest, which makes the checkpoint valid; return errors of single stores. The copy's is written
-        first, as it must never be behind. Raises Incomplete if a listed file is missing, for example one of an older
-        checkpoint that was pruned from outside, and OSError if no store accepts the manifest."""
+        """Write the manifest, which makes the checkpoint valid, and return errors of single stores. The copy's manifest
+        is written first, since the copy must never be behind. Raises Incomplete if a listed file is missing, for
+        example one of an older checkpoint that was removed by another process, and OSError if no store accepts the
+        manifest."""
         if missing := set(manifest.files).difference(*(_present(store, manifest) for store in self.stores)):
             raise Incomplete(f"{self.stores[0].path(min(missing))} is missing")
         text = manifest.to_json()
@@ -123,11 +124,11 @@ class Catalog:
         return [str(exc) for exc in failed]
 
     def check(self, manifest: Manifest, files: Iterable[str] | None = None, *, heal: bool = True) -> list[Damage]:
-        """Compare files (by default all) with their SHA-256 in every store; with `heal`, replace bad ones by a good
+        """Compare files (by default all) with their SHA-256 in every store. With `heal`, replace bad files by a good
         copy.
 
-        Returns the damage found. Damage that `is_lost` makes the checkpoint unusable. By default the manifests are
-        compared as well."""
+        Returns the damage found. Damage for which `is_lost` is true makes the checkpoint unusable. By default the
+        manifests are compared as well."""
         found, names = [], sorted(manifest.files) if files is None else list(files)
         size = sum(manifest.files[name].num_bytes for name in names) * len(self.stores) / MIB
         with stage(f"reading step {manifest.step}", total=size, unit="MiB") as reading:
@@ -147,7 +148,7 @@ class Catalog:
         return found + (self.check_manifest(manifest, heal=heal) if files is None else [])
 
     def check_manifest(self, manifest: Manifest, *, heal: bool = True) -> list[Damage]:
-        """Compare the manifests of all stores with this one, which was read from one of them; with `heal`, replace
+        """Compare the manifests of all stores with this one, which was read from one of them. With `heal`, replace
         those that differ."""
         found = []
         name, text = f"{manifest.name}/{FILE_NAME}", manifest.to_json().encode()
@@ -155,7 +156,7 @@ class Catalog:
         for store in self.stores:
             if store is good or _same(store, name, text):
                 continue
-            problem = "missing, damaged or of another attempt"
+            problem = "missing, damaged or from another attempt"
             if heal and good is not None:
                 try:
                     store.write_text(name, text.decode())
@@ -172,10 +173,10 @@ class Catalog:
     ) -> Pruned:
         """Remove checkpoints that the policy does not retain, and leftovers of older attempts.
 
-        Files named by a retained checkpoint stay, whatever folder they are in. newest: checkpoints after this step stay
-        too and do not count; by default the step of the newest complete one. spared_s: leftovers younger than this many
-        seconds stay, since a running training may be about to name them. Raises CheckpointError if a newer format hides
-        needed files."""
+        Files named by a retained checkpoint stay, in whichever folder they are. newest: checkpoints after this step
+        stay too and do not count; by default the step of the newest complete one. spared_s: leftovers younger than this
+        many seconds stay, since a running training may be about to name them. Raises CheckpointError if a newer format
+        hides which files are needed."""
         by_step = {
             step: [m for m in (_read_or_none(store, step) for store in self.stores) if m] for step in self.steps()
         }
@@ -194,8 +195,8 @@ class Catalog:
         return Pruned([step for step in manifests if step not in kept], freed)
 
     def rebuild(self, manifest: Manifest) -> Manifest:
-        """Rewrite an incremental checkpoint as a full one, which depends on no other. Raises Incomplete. Its former
-        files stay for other checkpoints that name them; `prune` removes unnamed ones."""
+        """Rewrite an incremental checkpoint as a full one, which does not depend on any other. Raises Incomplete. Its
+        former files stay for other checkpoints that name them; `prune` removes those that no checkpoint names."""
         from scaleray.checkpoints.tensor_files import ALIGNMENT, new_file, write_all
 
         file = new_file(manifest.name, "full")
@@ -219,7 +220,8 @@ class Catalog:
         return full
 
     def _prune_folder(self, store: Store, step: int, needed: set[str], *, before: float, is_dry_run: bool) -> int:
-        """Remove a step's unneeded files written up to `before`; return the bytes freed in the first store."""
+        """Remove files of a step that are not needed and were written up to `before`. Returns the bytes freed in the
+        first store."""
         folder = folder_name(step)
         entries = store.entries(folder)
         unneeded = [entry for entry in entries if entry.name not in needed and entry.changed_at <= before]
@@ -271,7 +273,8 @@ def _same(store: Store, name: str, text: bytes) -> bool:
 
 
 def _present(store: Store, manifest: Manifest) -> set[str]:
-    """Names of a checkpoint's files that a store has with the right length, found with one listing per folder."""
+    """Names of those files of a checkpoint that a store has with the right length, found with one listing per
+    folder."""
     found: set[str] = set()
     for folder in {name.partition("/")[0] for name in manifest.files}:
         try:
@@ -283,8 +286,8 @@ def _present(store: Store, manifest: Manifest) -> set[str]:
 
 
 def require(catalog: Catalog, step: int | None, *, where: str) -> Manifest:
-    """Return the checkpoint at `step`, or the newest complete one. Raises CheckpointError with a list of existing ones,
-    or if it differs from the run's record."""
+    """Return the checkpoint at `step`, or the newest complete one. Raises CheckpointError with a list of the existing
+    ones, also if it differs from the run's record."""
     found = _required(catalog, step, where=where)
     check_manifest(catalog.stores[0], found)
     return found

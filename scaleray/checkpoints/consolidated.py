@@ -25,21 +25,21 @@ from scaleray.records.text.units import MIB
 
 PREFIX, AVERAGE = "model.", "averaging."  # prefixes of the names of a model's tensors in a checkpoint, and of averages
 IMPORTED = "imported"
-"""Strategy name of a checkpoint that was not written by a training."""
+"""Strategy name in a checkpoint that was not written by a training."""
 ENDINGS = (".pt", ".pth", ".safetensors")
 WRAPPERS = ("module.", "_orig_mod.")  # prefixes that DDP and torch.compile add to every name
 
 
 def model_tensors(manifest: Manifest, *, averaged: bool = True) -> dict[str, Tensor]:
-    """Return the model's tensors by their names in its state dict. averaged: use the average of each tensor that has
-    one, if the run averages its weights."""
+    """Return the model's tensors by their names in its state dict. averaged: use the averages of tensors that have one,
+    if the run averages its weights."""
     saved = manifest.tensors
     found = {name.removeprefix(PREFIX): tensor for name, tensor in saved.items() if name.startswith(PREFIX)}
     return {name: saved.get(AVERAGE + name, tensor) for name, tensor in found.items()} if averaged else found
 
 
 def counted(get: Callable[[str], torch.Tensor], writing: Stage) -> Callable[[str], torch.Tensor]:
-    """Wrap `get` to report its progress in MiB to a stage."""
+    """Wrap `get` so that it reports its progress in MiB to a stage."""
 
     def given(name: str) -> torch.Tensor:
         tensor = get(name)
@@ -50,10 +50,10 @@ def counted(get: Callable[[str], torch.Tensor], writing: Stage) -> Callable[[str
 
 
 def import_weights(path: str, run_path: str) -> Manifest:
-    """Convert a `.pt` or `.safetensors` file to a checkpoint: step 0 in the folder `run_path`, with only a model.
+    """Convert a `.pt` or `.safetensors` file to a checkpoint: step 0 in the folder `run_path`, containing only a model.
 
     For fine-tuning (`workload.weights`); a training cannot be resumed from it. Raises CheckpointError if the file is
-    not a state dict, or if the folder already holds checkpoints."""
+    not a state dict, or if the folder already contains checkpoints."""
     ending = _ending(path, "the file to import")
     if not Path(path).is_file():
         raise CheckpointError(
@@ -100,14 +100,14 @@ def load_weights(
     optional: Set[str] = frozenset(),
     is_part: bool = False,
 ) -> Manifest:
-    """Fill a model's tensors, by the names of its state dict, from a checkpoint; return that checkpoint.
+    """Load tensors of a model, by the names of its state dict, from a checkpoint, and return that checkpoint.
 
     is_part: these are only some of the model's tensors, such as those of a pipeline stage. where: a run folder (its
-    newest complete checkpoint), one checkpoint's folder, or a folder made by `import_weights`. Tensors may be sharded
-    (DTensor), on any device, and of a wider dtype than the saved ones. Collective over `group`: rank 0 chooses the
-    checkpoint, and all ranks raise if one fails. With None each rank loads alone, without communication, which is safe
-    if no process writes to `where` meanwhile. optional: tensors that stay unchanged if the checkpoint lacks them.
-    Raises CheckpointError; the tensors are unchanged unless bytes turn out to be damaged."""
+    newest complete checkpoint), the folder of one checkpoint, or a folder made by `import_weights`. Tensors may be
+    sharded (DTensor), on any device, and of a wider dtype than the saved ones. Collective over `group`: rank 0 chooses
+    the checkpoint, and all ranks raise if one fails. If it is None, each rank loads alone, without communication, which
+    is safe if no process writes to `where` in the meantime. optional: tensors that stay unchanged if the checkpoint
+    lacks them. Raises CheckpointError; the tensors are then unchanged, unless bytes turned out to be damaged."""
     if Path(where).is_file():
         raise CheckpointError(
             "the weights file",
@@ -133,9 +133,9 @@ def load_weights(
 def load_file(
     tensors: Mapping[str, torch.Tensor], where: str, *, optional: Set[str] = frozenset(), is_part: bool = False
 ) -> bool:
-    """Fill a model's tensors from a single file: `where` itself, `.pt` or `.safetensors`, or the final weights of a run
-    without checkpoints. Returns False if there is no such file. Arguments as in `load_weights`; without
-    communication."""
+    """Load a model's tensors from a single file: `where` itself, `.pt` or `.safetensors`, or the final weights of a run
+    without checkpoints. Returns False if there is no such file. Arguments as in `load_weights`; without communication.
+    """
     opened: contextlib.AbstractContextManager[tuple[list[str], Callable[[str], torch.Tensor]]]
     if Path(where).is_file():
         ending = _ending(where, "the weights")
@@ -161,8 +161,8 @@ def load_file(
 
 
 def fill_part(tensor: torch.Tensor, whole: Any) -> None:
-    """Copy this rank's part of a whole tensor into one that may be sharded. whole: for a sharded one, possibly a slice
-    of safetensors."""
+    """Copy this rank's part of a whole tensor into one that may be sharded. whole: may be a slice of safetensors if the
+    target is sharded."""
     if not isinstance(tensor, DTensor):
         tensor.copy_(whole)
         return
@@ -173,7 +173,7 @@ def fill_part(tensor: torch.Tensor, whole: Any) -> None:
 
 
 def _saved_name(name: str, manifest: Manifest) -> str:
-    """Name in a checkpoint of a model tensor's initial value: its average, if it has one."""
+    """Name in a checkpoint from which a model's tensor is initialised: that of its average, if it has one."""
     return f"{AVERAGE if AVERAGE + name in manifest.tensors else PREFIX}{name}"
 
 
@@ -195,8 +195,8 @@ def _chosen(catalog: Catalog, step: int | None, where: str, group: dist.ProcessG
 
 
 def with_a_source(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors without tied ones that are saved under another name, as by safetensors' `save_model`, and without
-    sparse buffers, which are not weights: build_model() creates them."""
+    """The tensors that need a source: without tied ones saved under another name, as by safetensors' `save_model`, and
+    without sparse buffers, which build_model() creates since they are not weights."""
     tensors = {name: tensor for name, tensor in tensors.items() if tensor.layout == torch.strided}
     places = {_place(tensor) for name, tensor in tensors.items() if name in saved}
     return {name: tensor for name, tensor in tensors.items() if name in saved or _place(tensor) not in places}
@@ -214,10 +214,10 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def reshape_buffers(module: nn.Module, saved: Mapping[str, Tensor], *, may_register: bool = False) -> None:
-    """Give the buffers of a new model their saved shapes, since training may enlarge some or fill those that start as
-    None.
+    """Give the buffers of a new model their saved shapes, since training may enlarge some, or fill some that are None
+    at first.
 
-    may_register: add buffers that the model lacks, outside of its state dict."""
+    may_register: add buffers that the model lacks, outside its state dict."""
     parts = dict(module.named_modules())
     device = next((p.device for p in module.parameters()), None)
     for name, tensor in saved.items():
@@ -232,8 +232,8 @@ def reshape_buffers(module: nn.Module, saved: Mapping[str, Tensor], *, may_regis
 
 
 def check_fit(own: Mapping[str, torch.Tensor], saved: Mapping[str, Tensor], where: str) -> None:
-    """Check that names and shapes are equal, and that no dtype must be narrowed. Raises CheckpointError for the first
-    that differs."""
+    """Check that names and shapes are equal, and that no dtype would be narrowed. Raises CheckpointError for the first
+    tensor that differs."""
     different = [name for name in sorted(own.keys() | saved.keys()) if not _fits(own.get(name), saved.get(name))]
     if not different:
         return

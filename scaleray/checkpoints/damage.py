@@ -10,8 +10,8 @@ UNREADABLE, ABSENT = "the storage does not return it", "missing"
 
 @dataclass(frozen=True)
 class Damage:
-    """A file that differs from its manifest. healed_from: the copy that replaced it, if any. good_at: location of a
-    good copy; None if there is none, so that the checkpoint is lost."""
+    """A file that differs from its manifest. healed_from: copy that replaced it, if any. good_at: location of an intact
+    copy; if there is none, the checkpoint is lost."""
 
     file: str
     problem: str
@@ -35,7 +35,7 @@ class Damage:
 
 
 def problem_of(store: Store, name: str, expected: StoredFile) -> str | None:
-    """Difference between a store's file and its manifest, as text; None for a good file."""
+    """Text about how a store's file differs from its manifest; None for an intact file."""
     try:
         sha256, length = store.digest(name)
     except (FileNotFoundError, NotADirectoryError):
@@ -53,7 +53,7 @@ def damage_of(store: Store, name: str, problem: str, good: Store | None) -> Dama
 
 
 def mended(store: Store, name: str, problem: str, good: Store | None, expected: StoredFile) -> Damage:
-    """Damage after replacing the file with the copy in `good`; unrepaired if that is None or fails."""
+    """Damage after replacing the file with the copy in `good`; not repaired if `good` is None or copying fails."""
     if good is None:
         return damage_of(store, name, problem, None)
     try:

@@ -1,4 +1,4 @@
-"""Final weights of a run in a single file, with the interface of a checkpoint's model."""
+"""Final weights of a run in a single file, with the same interface as the model in a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from scaleray.errors import CheckpointError
 
 @dataclass(frozen=True)
 class FinalFile:
-    """Tensors of a file of final weights. path: local, or a URI."""
+    """Tensors in a file of final weights. path: local, or a URI."""
 
     path: str
     tensors: dict[str, torch.Tensor]
 
     @classmethod
     def read(cls, run: Store, file: str, *, recorded: Mapping[str, Any] | None = None) -> FinalFile:
-        """Read a file and check its recorded hash, see `check_weights`. Raises CheckpointError."""
+        """Read a file and check it against its recorded hash, see `check_weights`. Raises CheckpointError."""
         check_weights(run, [file], recorded=recorded)
         path, what = run.path(file), "the file of final weights"
         try:

@@ -1,6 +1,6 @@
-"""A holder: files of checkpoints in the memory of a process that trains nothing, for clients at other processes.
+"""A holder stores checkpoint files in the memory of a process that does not train, for clients in other processes.
 
-A client sends a line of JSON for each request, and the bytes of a file after it; the answer has the same form."""
+For each request a client sends a line of JSON, followed by the bytes of a file. The answer has the same form."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from scaleray.common.memory_limits import free_memory
 
 LONGEST_LINE = 2**16
 PUT, GET, LIST, DELETE, DROP, RESERVE = "put", "get", "list", "delete", "drop", "reserve"
-"""Requests: store a file, part of a file, list a folder, remove a file, remove a folder, ask for memory."""
+"""Requests: store a file, fetch a part of a file, list a folder, remove a file, remove a folder, reserve memory."""
 MISSING = "missing"
-"""Kind of the error for a file that is not held."""
+"""Kind of error for a file that the holder does not have."""
 REUSED_FROM = 2**20
-"""Bytes of a file from which on its buffer is used again: the system gives small ones from memory that it has."""
+"""Minimum size in bytes of a file whose buffer is reused: the system serves smaller ones from memory that it has."""
 LEFT_FREE = 0.1
-"""Share of the free memory that is never given to copies."""
+"""Share of the free memory that copies never use."""
 
 
 @dataclass
@@ -35,10 +35,10 @@ class _File:
 
 
 class Holder:
-    """Files by name, in this process's memory, at most as many bytes as were reserved.
+    """Files by name in this process's memory, with no more bytes in total than have been reserved.
 
-    host: address of this machine for the clients. token: secret that each of them must send. port: 0 takes any. The
-    files live until `close` or the end of the process."""
+    host: address of this machine for the clients. token: secret that each client must send. port: 0 takes any. The
+    files exist until `close` or the end of the process."""
 
     def __init__(self, host: str, token: str, port: int = 0) -> None:
         self.token, self.asked_at = token, time.monotonic()
@@ -65,7 +65,7 @@ class Holder:
             return sum(len(file.content) for file in self._files.values())
 
     def answer(self, request: dict[str, Any], read_into: Callable[[memoryview], None]) -> tuple[dict[str, Any], Any]:
-        """Answer one request; returns the answer and the bytes that follow it. read_into: fills a buffer with the bytes
+        """Handle one request. Returns the answer and the bytes that follow it. read_into: fills a buffer with the bytes
         that follow the request."""
         self.asked_at, kind, name = time.monotonic(), request["kind"], request.get("name", "")
         if kind == PUT:
@@ -115,7 +115,7 @@ class Holder:
             self._free.append(file.content)
 
     def _reserve(self, owner: str, num_bytes: int) -> dict[str, Any]:
-        """Promise memory to an owner, in the place of what it had, if there is enough."""
+        """Reserve memory for an owner, in place of its earlier reservation, if there is enough."""
         others = sum(length for name, length in self._reserved.items() if name != owner)
         held = sum(map(len, [*(file.content for file in self._files.values()), *self._free]))
         free = int((1 - LEFT_FREE) * free_memory()) + held - others
@@ -160,7 +160,7 @@ def _handler_of(holder: Holder) -> type[socketserver.StreamRequestHandler]:
             self.left -= filled
 
         def _skip(self) -> None:
-            """Read what a refused file has sent all the same."""
+            """Read and discard the bytes of a refused file, which the client has sent nevertheless."""
             while self.left > 0:
                 self._read_into(memoryview(bytearray(min(self.left, 2**20))))
 

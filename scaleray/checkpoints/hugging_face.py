@@ -1,9 +1,9 @@
-"""Weights in the layout of a Hugging Face model folder: config.json and model.safetensors, or several files and an
-index.
+"""Weights in the layout of a Hugging Face model folder: config.json with model.safetensors, or with several files and
+an index.
 
 Only safetensors is read, never a pickle. Each rank reads only its own parts. Used by training.setup.fine_tuning; the
 workload maps names in the files to names in the model. A folder written by training.state.weights has the model's own
-names, and needs no config.json. Source: https://huggingface.co/docs/safetensors, and the index written by transformers'
+names and needs no config.json. Source: https://huggingface.co/docs/safetensors, and the index written by transformers'
 `save_pretrained`."""
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def model_folder(where: str) -> str:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """Folder of weights. files: name of the file of each tensor. has_own_names: tensors have the model's names."""
+    """Folder of weights. files: name of the file that contains each tensor. has_own_names: whether tensors have the
+    model's names."""
 
     path: Path
     config: dict[str, Any]
@@ -90,13 +91,13 @@ class ModelFolder:
         optional: Set[str] = frozenset(),
         is_part: bool = False,
     ) -> None:
-        """Fill a model's tensors in place, sharded or not; for a sharded one, read only this rank's part. Not
+        """Load a model's tensors in place, sharded or not; for a sharded model, read only this rank's part. Not
         collective.
 
         names: source of each of `tensors`, as a name in the files. Tensors in `optional` need no source. Every tensor
-        in the files must have a counterpart in the model, unless `is_part`: `tensors` are then those of a pipeline
-        stage. Values are cast to wider dtypes only. Raises CheckpointError for the first tensor that does not fit,
-        before any change."""
+        in the files must have a counterpart in the model, unless `is_part` says that `tensors` are only those of a
+        pipeline stage. Values are cast to wider dtypes only. Raises CheckpointError for the first tensor that does not
+        fit, before any change."""
         wrong = sorted(set(names) - set(tensors))
         if wrong:
             raise CheckpointError(f"the model's {wrong[0]}", "missing", "weight_names() of the workload lists it")
@@ -119,14 +120,14 @@ class ModelFolder:
                     _fill(wanted[own], file, names[own])
 
     def _follows_from_others(self, name: str) -> bool:
-        """Whether the tensor follows from others: a table of rotations, as in old folders, or a second name of the
+        """Whether a tensor follows from other tensors: a rotation table, as in old folders, or a second name of the
         embedding."""
         return name.endswith("rotary_emb.inv_freq") or (
             name == "lm_head.weight" and self.config.get("tie_word_embeddings") is True
         )
 
     def read(self) -> dict[str, torch.Tensor]:
-        """Return all tensors on the CPU, in the index's order; those of a large model may not fit into memory."""
+        """Return all tensors on the CPU, in the order of the index. Those of a large model may not fit into memory."""
         self.shapes()
         return {name: self.tensor(name) for name in self.files}
 
@@ -137,8 +138,8 @@ class ModelFolder:
             return tensor
 
     def shapes(self) -> dict[str, Tensor]:
-        """Return shape and dtype of each tensor. Raises CheckpointError for a file that is missing, truncated, or not
-        the index's."""
+        """Return the shape and dtype of each tensor. Raises CheckpointError for a file that is missing, truncated, or
+        does not match the index."""
         found: dict[str, Tensor] = {}
         for name in sorted(set(self.files.values())):
             with _opened(self.path / name) as file:

@@ -1,5 +1,5 @@
-"""Manifest of a checkpoint: the location of tensors, small values, and the SHA-256 of every file. It is written last,
-and a folder without a complete manifest is not a checkpoint."""
+"""Manifest of a checkpoint: the locations of tensors, small values, and the SHA-256 of every file. It is written last;
+a folder without a complete manifest is not a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ HASH = '{"manifest_sha256": "%s",'
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rectangular part of a tensor and its bytes, row by row, in a file of `Manifest.files`.
+    """Rectangular part of a tensor, and the location of its bytes, row by row, in a file of `Manifest.files`.
 
-    digest: xxh3-128 of these bytes, to detect changes since the last checkpoint. Unlike the SHA-256 of every file, it
-    does not protect against forgery."""
+    digest: xxh3-128 of these bytes, for detecting changes since the last checkpoint. Unlike the SHA-256 of every file,
+    it does not protect against forgery."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -45,8 +45,8 @@ class Tensor:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Hash and size of a file, named relative to the run's checkpoints folder; an incremental checkpoint names files of
-    older ones."""
+    """Hash and size of a file, named relative to the run's checkpoints folder. An incremental checkpoint also names
+    files of older ones."""
 
     sha256: str
     num_bytes: int
@@ -67,11 +67,11 @@ class Manifest:
     files: dict[str, StoredFile]
     facts: dict[str, Any] = field(default_factory=dict)
     chain: int = 0
-    """Number of checkpoints since the last full one; 0 is full, with all of its bytes in its own files."""
+    """Number of checkpoints since the last full one. 0 for a full checkpoint, whose bytes are all in its own files."""
     bytes_written: int = 0
     format: int = FORMAT
     sha256: str | None = field(default=None, init=False, compare=False)
-    """Hash at the beginning of the file from which it was read."""
+    """Hash at the beginning of the file from which the manifest was read."""
 
     @property
     def name(self) -> str:
@@ -93,7 +93,7 @@ class Manifest:
 
     @property
     def own_metrics(self) -> dict[str, float]:
-        """Metrics measured on exactly this state: only these show its quality."""
+        """Metrics measured on exactly this state; only these describe its quality."""
         return self.metrics if self.evaluated_at == self.step else {}
 
     @property
@@ -152,7 +152,7 @@ class Incomplete(Exception):
 
 
 class Damaged(Incomplete):
-    """Error for a checkpoint that was complete, but whose manifest is truncated or changed."""
+    """Error for a checkpoint that was complete but whose manifest is truncated or changed."""
 
 
 def folder_name(step: int) -> str:

@@ -1,4 +1,5 @@
-"""Files of checkpoints in holders' memory, as a place like any other, and the holders to which each node's files go."""
+"""Checkpoint files in the memory of holders, with the interface of a store, and the choice of holders for each node's
+files."""
 
 from __future__ import annotations
 
@@ -25,15 +26,16 @@ from scaleray.checkpoints.storage import PIECE_BYTES, Entry, Store
 
 SCHEME = "memory://"
 TIMEOUT_S, CONNECT_S = 10.0, 2.0
-"""Seconds that a holder may take for an answer, and for a connection."""
+"""Time limits in seconds for an answer from a holder, and for a connection."""
 RETRY_S = 10.0
-"""Seconds after a failed connection before the next attempt: a lost node must not delay each request."""
+"""Seconds to wait after a failed connection before the next attempt, so that a lost node does not delay each
+request."""
 
 
 @dataclass(frozen=True)
 class MemoryStore(Store):
-    """Files that a holder has. root: `memory://HOST:PORT`. token: the holder's secret. Hashes are xxh3-128, which
-    detects damage; the files can be changed only with the secret."""
+    """Files in a holder. root: `memory://HOST:PORT`. token: the holder's secret. Hashes are xxh3-128, which detects
+    damage; protection against changes comes from the secret."""
 
     token: str = field(default="", repr=False, compare=False)
 
@@ -61,7 +63,7 @@ class MemoryStore(Store):
         return free
 
     def write(self, name: str, pieces: Iterable[Any], *, known: str = "") -> tuple[str, int]:
-        """Send buffers as one file; return its hash and the number of bytes. It appears once it is complete."""
+        """Send buffers as one file, which appears once it is complete. Returns its hash and number of bytes."""
         views = [memoryview(piece).cast("B") for piece in pieces]
         digest, length = xxhash.xxh3_128(), sum(map(len, views))
         for view in views if not known else ():
@@ -74,11 +76,11 @@ class MemoryStore(Store):
         return bytes(self._ask(GET, name=name, start=0, length=None)[1])
 
     def open(self, name: str) -> BinaryIO:
-        """Fetch a file for seeking and reading."""
+        """Fetch a file and open it for seeking and reading."""
         return io.BytesIO(self.read(name))
 
     def digest(self, name: str) -> tuple[str, int]:
-        """Hash and number of bytes of a file's present content."""
+        """Hash and number of bytes of a file's current content."""
         content = self.read(name)
         return xxhash.xxh3_128_hexdigest(content), len(content)
 
@@ -134,8 +136,8 @@ class _Link:
     def ask(
         self, request: dict[str, Any], content: Iterable[memoryview], into: memoryview | None
     ) -> tuple[dict[str, Any], memoryview]:
-        """Send a request with the bytes that follow it; return the answer and the bytes that follow that, in `into` if
-        there is room. Raises OSError."""
+        """Send a request followed by bytes. Returns the answer and the bytes that follow it, in `into` if there is
+        room. Raises OSError."""
         with self._lock:
             try:
                 if self._stream is None:
@@ -188,17 +190,17 @@ class _Link:
 
 @dataclass(frozen=True)
 class Generations(Catalog):
-    """States in the memory of several nodes: each file is in some of the stores. Only the newest state is kept, and the
-    one that is being written.
+    """States in the memory of several nodes. Each file is in some of the stores. Only the newest complete state is
+    kept, and the one being written.
 
-    written: the stores that new states are written to, which have their manifests; by default all."""
+    written: stores to which new states are written, and which have their manifests; by default all."""
 
     written: Sequence[Store] = ()
     _lost: set[str] = field(default_factory=set, compare=False)
 
     def found(self) -> tuple[list[Manifest], list[Damage]]:
-        """All manifests, newest first, and damage to others. A step may have several, of which the oldest are those of
-        attempts that were repeated."""
+        """All manifests, newest first, and damage to others. A step may have several manifests, the oldest of which are
+        from attempts that were repeated."""
         manifests: dict[str | None, Manifest] = {}
         damages = []
         for store in self.stores:
@@ -217,12 +219,12 @@ class Generations(Catalog):
         return sorted(manifests.values(), key=lambda m: (m.step, m.created_at), reverse=True), damages
 
     def check(self, manifest: Manifest, files: Iterable[str] | None = None, *, heal: bool = True) -> list[Damage]:
-        """As of a catalog; a store without a file is no damage as long as another one has it."""
+        """See `Catalog.check`. A file that a store lacks does not count as damage as long as another store has it."""
         found = super().check(manifest, files, heal=False)
         return [each for each in found if each.is_lost or not (each.is_missing or each.is_unreadable)]
 
     def publish(self, manifest: Manifest) -> list[str]:
-        """As of a catalog; a store that is lost is reported once."""
+        """See `Catalog.publish`. A lost store is reported once."""
         problems = Catalog(list(self.written) or self.stores).publish(manifest)
         new = [problem for problem in problems if problem.partition(": ")[0] not in self._lost]
         self._lost.update(problem.partition(": ")[0] for problem in new)
@@ -231,7 +233,7 @@ class Generations(Catalog):
     def prune(
         self, retention: Retention, *, newest: int | None = None, spared_s: float = 0.0, is_dry_run: bool = False
     ) -> Pruned:
-        """Remove all states but that of step `newest` where new ones are written."""
+        """Remove all states except that of step `newest` from the stores to which new ones are written."""
         for store in self.written or self.stores:
             with contextlib.suppress(OSError):
                 for name in store.names():
@@ -241,8 +243,9 @@ class Generations(Catalog):
 
 
 def homes(domains: Mapping[str, str], copies: int) -> dict[str, tuple[str, ...]]:
-    """The nodes to which each node's files go: itself, and others of its group, in different failure domains as far as
-    possible. Groups lose a file less often than a ring does: fewer pairs of lost nodes hold all copies of one.
+    """Nodes to which each node's files go: itself and others of its group, in different failure domains if possible.
+    With groups, a file is lost less often than with a ring, because fewer pairs of lost nodes have all copies of a
+    file.
 
     domains: failure domain of each node."""
     of_domain: dict[str, list[str]] = {}

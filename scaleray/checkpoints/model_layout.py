@@ -1,4 +1,4 @@
-"""File names of a folder of weights in Hugging Face's layout, and detection of the layout."""
+"""File names in a folder of weights in Hugging Face's layout, and detection of this layout."""
 
 from pathlib import Path
 
@@ -6,19 +6,19 @@ from scaleray.errors import UsageError
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 WRITTEN_BY = "scaleray"
-"""Value of `written_by` in the index's metadata if names in the files are the model's own."""
+"""Value of `written_by` in the index's metadata if the names in the files are the model's own."""
 FINAL_WEIGHTS = "weights"
 """Name of a run's final weights: the folder of a sharded model's weights, and the stem of `PLAIN`. If the run averages
-its weights, they are the average."""
+its weights, these are the average."""
 TRAINED_WEIGHTS = "trained_weights"
-"""Name of the trained weights, if there is also an average of them."""
+"""Name of the trained weights if there is also an average of them."""
 
 ADAPTERS = "adapters"
 """Name of the low-rank adapters of a run whose final weights include them."""
 
 
 def plain_file(name: str) -> str:
-    """File with weights of this name in a run whose model is whole on each worker."""
+    """File for weights of this name in a run whose model is whole on each worker."""
     return f"{name}.pt"
 
 
@@ -28,7 +28,7 @@ AVERAGED, TRAINED = "averaged", "trained"
 
 
 def check_which(which: str | None, *, has_average: bool, where: str) -> None:
-    """Raise UsageError for a choice of weights that does not exist."""
+    """Raise UsageError for an unknown choice of weights."""
     if which not in (None, AVERAGED, TRAINED):
         raise UsageError("--weights", which, f"it must be {AVERAGED} or {TRAINED}")
     if which == AVERAGED and not has_average:

@@ -1,7 +1,7 @@
-"""Low-rank adapters in the format of the library peft: adapter_config.json and adapter_model.safetensors.
+"""Low-rank adapters in the format of the peft library: adapter_config.json and adapter_model.safetensors.
 
 They are read into, and written from, the adapters of training.setup.fine_tuning, which are parameters `lora_a` and
-`lora_b` of the layers themselves. The layout is that of peft's `save_pretrained`; peft itself is not needed."""
+`lora_b` of the layers themselves. The layout is that of peft's `save_pretrained`; peft itself is not required."""
 
 import json
 import math
@@ -19,24 +19,24 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BEFORE = "base_model.model."
 """Prefix that peft adds to the names of the model's own modules."""
 OWN = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
-"""Last part of a parameter's name in the model, and in peft."""
+"""Last parts of a parameter's name in the model and in peft."""
 PLAIN = {"use_dora": False, "bias": "none", "fan_in_fan_out": False, "rank_pattern": {}, "alpha_pattern": {},
          "layer_replication": None, "target_parameters": None}  # fmt: skip
-"""Required values of peft's config, as supported by the adapters here."""
+"""Values that peft's config must have for the adapters supported here."""
 
 
 def is_adapter_folder(where: str) -> bool:
-    """Whether this is a local folder with an adapter of peft."""
+    """Whether this is a local folder that contains a peft adapter."""
     return (Path(where) / CONFIG).is_file()
 
 
 def load_adapter(tensors: Mapping[str, torch.Tensor], where: str, *, scale: float, is_part: bool = False) -> None:
-    """Fill a model's adapters, sharded or not, from a folder of peft; each rank reads its own part.
+    """Load a model's adapters, sharded or not, from a peft folder; each rank reads its own part.
 
-    tensors: the trained ones, adapters and whole modules, by their names in the state dict; the latter may be missing
-    in the folder. scale: factor of the adapters. is_part: the tensors are those of a pipeline stage. Raises
-    CheckpointError, before any change, for other types of adapters and for adapters of other layers, ranks or
-    scales."""
+    tensors: the trained ones, adapters and whole modules, by their names in the state dict; whole modules may be
+    missing from the folder. scale: factor of the adapters. is_part: the tensors are those of a pipeline stage. Raises
+    CheckpointError, before any change, for other types of adapters and for adapters of other layers, ranks or scales.
+    """
     path = Path(where)
     config = _config(path)
     if not (path / WEIGHTS).is_file():
@@ -80,7 +80,7 @@ def write_adapter(
     """Write adapters to a folder for `PeftModel.from_pretrained`.
 
     tensors: `lora_a` and `lora_b` of each layer, by the names of the model's state dict; others are omitted. whole:
-    last parts of the names of modules that were trained with them and are written, too. alpha: numerator of the
+    last parts of the names of modules that were trained with the adapters and are also written. alpha: numerator of the
     adapters' scale. task: value of peft's TaskType, such as CAUSAL_LM. base: folder of the model to which they belong.
     """
     from safetensors.torch import save_file

@@ -1,4 +1,4 @@
-"""Retention policy for the checkpoints of a run: the last ones, the best ones, and one at fixed intervals."""
+"""Retention policy for the checkpoints of a run: the last ones, the best ones, and further ones at fixed intervals."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ from scaleray.checkpoints.manifest import Manifest
 @dataclass(frozen=True)
 class Retention:
     """Retention policy. keep_every: interval in steps between further retained checkpoints. best: a metric of the run,
-    such as val/loss; it counts for a checkpoint only if it was measured at that step."""
+    such as val/loss, which counts for a checkpoint only if it was measured at that step."""
 
     keep_last: int = 2
     keep_best: int = 0

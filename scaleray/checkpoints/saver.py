@@ -1,6 +1,6 @@
-"""Write checkpoints during training: the loop passes references and continues; a thread copies, writes and publishes.
-The copy runs during the next forward and backward pass, which only read saved tensors. `wait_staged` keeps the
-optimizer from changing a tensor before it is copied; tensors that a forward pass may change (buffers) are copied
+"""Writes checkpoints during training: the loop passes references and continues, while a thread copies, writes and
+publishes. Copying runs during the next forward and backward pass, which only read saved tensors. `wait_staged` keeps
+the optimizer from changing a tensor before it is copied. Tensors that a forward pass may change (buffers) are copied
 immediately."""
 
 import contextlib
@@ -31,7 +31,8 @@ NICENESS = 10  # Linux priority of a thread that writes during training
 
 
 class NotPublished(Exception):
-    """Error after all files are written, but perhaps not the manifest: it is unknown whether the checkpoint exists."""
+    """Error raised after all files are written, but perhaps not the manifest: it is unknown whether the checkpoint
+    exists."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +47,18 @@ class _Held:
     facts: dict[str, Any]
 
     def changed(self) -> str | None:
-        """Name of the first tensor that has changed since then; None if none has."""
+        """Name of the first tensor that has changed since it was passed; None if none has."""
         return next((name for name, tensor in self.tensors.items() if _version(tensor) != self.versions[name]), None)
 
 
 class Saver:
-    """Writer of one worker's checkpoints. Every worker of the group has one and calls it for the same steps.
+    """Writes one worker's checkpoints. Every worker of the group has a Saver and calls it for the same steps.
 
     group: separate process group with a backend for CPU tensors; None for a single process. stores: those of the
-    catalog to which this worker writes its file; by default all. repeats: states follow each other quickly, so that
-    their plan is kept. emit: receives
-    CheckpointRecord from rank 0, and EventRecord from any rank that failed. A checkpoint that cannot be written is
-    reported and abandoned, as the training is worth more. before_publishing: called on rank 0 once all files are
-    written, for more facts; an error in it abandons the checkpoint."""
+    catalog's stores to which this worker writes its file; by default all. repeats: states follow each other quickly, so
+    their plan is reused. emit: receives CheckpointRecord from rank 0, and EventRecord from any rank that failed. A
+    checkpoint that cannot be written is reported and abandoned, as the training matters more. before_publishing: called
+    on rank 0 for further facts once all files are written; an error in it abandons the checkpoint."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Saver:
         self._is_staged.set()
 
     def start_from(self, manifest: Manifest) -> None:
-        """Build on the checkpoint from which training was resumed: its contents need not be written again."""
+        """Build on the checkpoint from which training was resumed, so that its contents need not be written again."""
         self._base = {
             (name, chunk.offsets): chunk for name, tensor in manifest.tensors.items() for chunk in tensor.chunks
         }
@@ -130,8 +130,8 @@ class Saver:
         self.stall_s += time.perf_counter() - started
 
     def restate(self, values: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Add these values and facts, which became known later, to the last checkpoint: its manifest is rewritten, its
-        tensors stay. Acts on rank 0 only."""
+        """Add values and facts that became known later to the last checkpoint. Its manifest is rewritten, its tensors
+        stay. Acts on rank 0 only."""
         self.wait()
         if not self.is_first or self._last is None:
             return
@@ -208,8 +208,8 @@ class Saver:
             self._report(published[0], problems, started)
 
     def _let_go(self, held: _Held) -> None:
-        """Let the optimizer change the tensors, now that they are copied. Raises RuntimeError if one changed before
-        that."""
+        """Let the optimizer change the tensors, now that they are copied. Raises RuntimeError if one has changed
+        before."""
         changed = held.changed()
         self._is_staged.set()
         if self.is_asynchronous:
@@ -274,8 +274,8 @@ class Saver:
 
 
 def _step_back() -> None:
-    """Lower the priority of this thread, which hashes and writes while no other waits for it. Linux has a priority for
-    each thread; elsewhere that of the whole process would change, so nothing is done."""
+    """Lower the priority of this thread, which hashes and writes while no other thread waits for it. Linux has a
+    priority per thread; elsewhere the whole process would be affected, so nothing is done."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

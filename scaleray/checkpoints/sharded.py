@@ -1,10 +1,10 @@
-"""Saving and loading of a training's tensors, with the planners of torch.distributed.checkpoint (DCP) and a separate
-file format.
+"""Saving and loading of a training's tensors, with the planners of torch.distributed.checkpoint (DCP) and our own file
+format.
 
 DCP decides which rank writes which parts (replicated tensors once, spread over the ranks; shards where they are) and
-which parts each rank must read if the world size or the strategy has changed. Its file format is not used: its metadata
-is a pickle, and it cannot omit unchanged parts. Here each rank writes one file of plain bytes, and the manifest holds
-the metadata."""
+which parts each rank must read if the world size or the strategy has changed. Its file format is not used, since its
+metadata is a pickle and it cannot omit unchanged parts. Here each rank writes one file of plain bytes, and the manifest
+contains the metadata."""
 
 import contextlib
 import warnings
@@ -38,18 +38,17 @@ from scaleray.checkpoints.tensor_files import ALIGNMENT, aligned, dtype_of, new_
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 SMALLEST_SHARE = 0.05
-"""Smallest share of a rank's bytes for which an older file is kept: if less of it is unchanged, that part is rewritten,
+"""Smallest share of a rank's bytes for which an older file is kept. If less of it is unchanged, that part is rewritten
 so that the file can be removed. A few random states must not keep a whole older checkpoint on the disk; a mask of one
-byte per parameter is 8 % of it with Adam.
-"""
+byte per parameter is 8 % of it with Adam."""
 
 
 class ShardWriter(StorageWriter):
-    """Writer of this rank's part of one checkpoint to one file; on rank 0, `finish` assembles the manifest.
+    """Writes this rank's part of one checkpoint to one file; on rank 0, `finish` assembles the manifest.
 
-    base: parts of the last checkpoint by key; a part with the same digest there is referenced, not written. on_staged:
-    called when training may change the tensors again. publish: receives the tensors, the new files, and the errors of
-    stores that did not accept a file. Pass the writer to `save` below, with the state."""
+    base: parts of the last checkpoint by key; a part with the same digest there is referenced instead of written.
+    on_staged: called when training may change the tensors again. publish: receives the tensors, the new files, and the
+    errors of stores that did not accept a file. Pass the writer to `save` below, with the state."""
 
     def __init__(
         self,
@@ -70,7 +69,7 @@ class ShardWriter(StorageWriter):
         self.written: dict[Key, Chunk] = {}
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing, as a writer is for one checkpoint; part of DCP's interface."""
+        """Do nothing, since a writer is used for one checkpoint; part of DCP's interface."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Store the rank, which determines the name of the file."""
@@ -123,7 +122,7 @@ class ShardWriter(StorageWriter):
         return future
 
     def _unchanged(self, staged: list[tuple[WriteItem, Key, np.ndarray]], digests: list[str]) -> dict[Key, Chunk]:
-        """Parts already stored, with their locations. Files of which little is reused are left out."""
+        """Parts that are already stored, with their locations. Files of which little is reused are left out."""
         found: dict[Key, Chunk] = {}
         of_file: dict[str, int] = {}
         for (item, key, content), digest in zip(staged, digests, strict=True):
@@ -135,7 +134,7 @@ class ShardWriter(StorageWriter):
         return {key: chunk for key, chunk in found.items() if of_file[chunk.file] >= least}
 
     def discard(self) -> None:
-        """Remove this rank's file of a failed checkpoint: it may be filling the disk."""
+        """Remove this rank's file of a failed checkpoint, since it may be filling the disk."""
         for store in self.stores if self.file else ():
             with contextlib.suppress(OSError):
                 store.delete(self.file or "")
@@ -167,13 +166,13 @@ class ShardWriter(StorageWriter):
 
 
 class ShardReader(StorageReader):
-    """Reader of the parts of a checkpoint requested by DCP; each is first compared with its digest."""
+    """Reads the parts of a checkpoint that DCP requests, comparing each with its digest."""
 
     def __init__(self, stores: list[Store], manifest: Manifest) -> None:
         self.stores, self.manifest = stores, manifest
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing, as a reader is for one checkpoint; part of DCP's interface."""
+        """Do nothing, since a reader is used for one checkpoint; part of DCP's interface."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the manifest as DCP's metadata."""
@@ -200,7 +199,7 @@ class ShardReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read chunk by chunk. Raises Incomplete for bytes that are missing or changed."""
+        """Read chunk by chunk. Raises Incomplete if bytes are missing or changed."""
         wanted = [(_chunk(self.manifest, item.storage_index), item) for item in plan.items]
         wanted.sort(key=lambda pair: (pair[0].file, pair[0].start))
         last: Chunk | None = None
@@ -227,14 +226,15 @@ class ShardReader(StorageReader):
 
 
 def save(tensors: dict[str, torch.Tensor], writer: ShardWriter, group: dist.ProcessGroup | None) -> None:
-    """Write a flat state dict. Collective over `group`, with tensors on the CPU; None is a single process."""
+    """Save a flat state dict. Collective over `group`, with tensors on the CPU; None for a single process."""
     planner = DefaultSavePlanner(flatten_state_dict=False)
     dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """Plan of an earlier checkpoint, for states with the same tensors: DCP's planning takes longer than small copies.
+    """Plan of an earlier checkpoint, reused for states with the same tensors, since DCP's planning takes longer than
+    small copies.
 
     layout: name, type and shape of each tensor. metadata: DCP's, on rank 0."""
 
@@ -248,8 +248,8 @@ class Repeated:
         return cls(_layout(tensors), writer.plan, writer.metadata) if writer.plan is not None else None
 
     def save(self, tensors: dict[str, torch.Tensor], writer: ShardWriter, group: dist.ProcessGroup | None) -> bool:
-        """As `save`; returns False, after nothing was written, if a rank has other tensors than before. Collective.
-        Raises the error of a rank on this rank and on rank 0."""
+        """Save as `save` does. Returns False, without writing anything, if a rank has other tensors than before.
+        Collective. Raises the error of a rank on this rank and on rank 0."""
         writer.rank = 0 if group is None else dist.get_rank(group)
         outcome: Any = None
         if self.layout == _layout(tensors):
@@ -282,11 +282,11 @@ def _layout(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
 def load(
     tensors: dict[str, torch.Tensor], stores: list[Store], manifest: Manifest, group: dist.ProcessGroup | None
 ) -> None:
-    """Fill the tensors of a flat state dict in place, resharding as needed; values are cast to their dtype.
+    """Load the tensors of a flat state dict in place, resharding as needed; values are cast to their dtype.
 
-    stores: possible locations of the files; the first with good bytes is used. Collective over `group`: all ranks raise
-    Incomplete if one of them finds its bytes nowhere. None: this rank reads what it needs, sharded or not, without
-    communication."""
+    stores: possible locations of the files, of which the first with intact bytes is used. Collective over `group`: all
+    ranks raise Incomplete if one of them cannot find its bytes. If it is None, this rank reads what it needs, sharded
+    or not, without communication."""
     reader, planner = ShardReader(stores, manifest), DefaultLoadPlanner(flatten_state_dict=False)
     try:
         dcp.load(tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)

@@ -1,4 +1,4 @@
-"""Host memory for copies of a rank's part of the state, which training does not touch."""
+"""Host memory for copies of a rank's part of the state, which training does not change."""
 
 import weakref
 from collections.abc import Iterable
@@ -13,20 +13,20 @@ class Staging:
     """Host memory for the parts of the state that this rank writes; reused for the next checkpoint.
 
     A GPU fills it on a separate stream, concurrently with training: call `begin` in the training thread, `copy` and
-    `wait` in any other. This path has not been run."""
+    `wait` in any other. This code has not been run."""
 
     def __init__(self) -> None:
         self._buffers: dict[Key, torch.Tensor] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def begin(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Start copying tensors in their state after the work queued so far on the training's streams."""
+        """Start to copy tensors in the state that they have after the work queued so far on the training's streams."""
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
             stream = self._streams.setdefault(device, torch.cuda.Stream(device))
             stream.wait_stream(torch.cuda.current_stream(device))
 
     def copy(self, key: Key, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy the tensor's bytes, uint8 (n,), to memory that training does not touch. For a tensor on a GPU, the copy
+        """Copy the tensor's bytes, uint8 (n,), to memory that training does not change. For a tensor on a GPU, the copy
         is complete after `wait`."""
         with torch.cuda.stream(self._streams.get(tensor.device)):  # None: no change
             source = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
@@ -38,7 +38,7 @@ class Staging:
         return buffer
 
     def wait(self) -> None:
-        """Wait for the copies, but not for the training."""
+        """Wait for the copies but not for the training."""
         for stream in self._streams.values():
             stream.synchronize()
 

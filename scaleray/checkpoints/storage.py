@@ -1,4 +1,4 @@
-"""Files of checkpoints in a local folder or a bucket, through pyarrow's filesystems, as in Ray Train."""
+"""Checkpoint files in a local folder or a bucket, through pyarrow's filesystems, as in Ray Train."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Store:
         return "://" not in self.root
 
     def child(self, name: str) -> Store:
-        """Return the store of a folder below the root. A URI's query is kept at its end."""
+        """Return the store for a folder below the root. The query of a URI stays at its end."""
         base, mark, query = (self.root, "", "") if self.is_local else self.root.partition("?")
         return Store(f"{base.rstrip('/')}/{name}{mark}{query}")
 
@@ -75,8 +75,8 @@ class Store:
         return without_password(self.child(name).root)
 
     def write(self, name: str, pieces: Iterable[Any], *, known: str = "") -> tuple[str, int]:
-        """Write buffers in sequence; return the SHA-256 of the whole in hex, and the number of bytes. The file is
-        finally flushed to the disk. known: the hash, if another store of this class has computed it.
+        """Write buffers in sequence, and finally flush the file to the disk. Returns the SHA-256 of the whole in hex,
+        and the number of bytes. known: the hash, if another store of this class has computed it.
 
         A local file appears once it is completely written, an object once its upload is complete. An existing file is
         replaced."""
@@ -97,8 +97,8 @@ class Store:
         self.write(name, [text.encode()])
 
     def write_record(self, name: str, text: str, address: str) -> None:
-        """Write a small file that contains this tracking address. If it is a server's, only this user may read the
-        file, unless the local folder is shared."""
+        """Write a small file that contains this tracking address. If it is the address of a server, only this user may
+        read the file, unless the local folder is shared."""
         self.write_text(name, text)
         if self.is_local and address and not address.startswith("sqlite"):
             with contextlib.suppress(OSError):  # some mounted filesystems have no modes
@@ -118,7 +118,7 @@ class Store:
         return filesystem.open_input_file(f"{root}/{name}")
 
     def digest(self, name: str) -> tuple[str, int]:
-        """SHA-256 in hex and number of bytes of the file's present content."""
+        """SHA-256 in hex and number of bytes of the file's current content."""
         digest, length = hashlib.sha256(), 0
         with self.open(name) as stream:
             while piece := stream.read(PIECE_BYTES):
@@ -138,7 +138,7 @@ class Store:
                 filled += count
 
     def copy_from(self, other: Store, name: str) -> tuple[str, int]:
-        """Copy a file from another store, replacing an existing one; return the result of `write`."""
+        """Copy a file from another store, replacing an existing one. Returns the result of `write`."""
         with other.open(name) as source:
             return self.write(name, iter(lambda: source.read(PIECE_BYTES), b""))
 
@@ -194,8 +194,8 @@ class Store:
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
-        """Context with a stream for writing a file. The file appears if the context ends without an error; a local one
-        is flushed and appears atomically. In a bucket, the part written so far may appear after an error."""
+        """Context with a stream for writing a file, which appears if the context ends without an error. A local file is
+        flushed and appears atomically. In a bucket, the part written so far may appear after an error."""
         if not self.is_local:
             filesystem, root = self._location
             with filesystem.open_output_stream(f"{root}/{name}") as stream:
@@ -218,7 +218,8 @@ class Store:
 
 
 def remove_parts(folder: str | Path) -> None:
-    """Remove files left in a local folder when `Store.writing` was killed. Only while no process writes there."""
+    """Remove files left in a local folder when `Store.writing` was killed. Call it only while no process writes
+    there."""
     for path in Path(folder).rglob("*.part"):
         if re.search(r"\.[0-9a-f]{8}\.part$", path.name):
             with contextlib.suppress(OSError):

@@ -1,4 +1,5 @@
-"""Files of plain bytes with a checkpoint's tensors: writing them to every store, and reading with checks of digests."""
+"""Files of plain bytes with a checkpoint's tensors: writing them to every store, and reading them with a check of
+digests."""
 
 import secrets
 from collections.abc import Callable, Iterator
@@ -16,7 +17,8 @@ ALIGNMENT = 64  # each tensor starts at a multiple of this many bytes, for reade
 
 
 def read_chunk(stores: list[Store], chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
-    """Return one part of a tensor from the first store with the right digest. Raises Incomplete if none has it."""
+    """Return one part of a tensor from the first store where its digest is right. Raises Incomplete if there is
+    none."""
     content = torch.empty(chunk.length, dtype=torch.uint8)
     view = content.numpy().data
     for store in stores:
@@ -54,7 +56,7 @@ def dtype_of(tensor: Tensor) -> torch.dtype:
 def write_tensors(
     stores: list[Store], file: str, names: list[str], get: Callable[[str], torch.Tensor]
 ) -> tuple[dict[str, Tensor], StoredFile]:
-    """Write whole tensors to one file in sequence; each is requested when it is written, once per store."""
+    """Write whole tensors to one file in sequence. Each is requested when it is written, once per store."""
     tensors: dict[str, Tensor] = {}
 
     def contents() -> Iterator[Any]:
@@ -74,7 +76,8 @@ def write_tensors(
 
 
 def write_all(stores: list[Store], file: str, contents: Callable[[], Iterator[Any]]) -> tuple[StoredFile, list[str]]:
-    """Write a file to every store; also return the errors of some. Raises OSError if no store accepts it."""
+    """Write a file to every store, and return the errors of stores that failed. Raises OSError if no store accepts
+    it."""
     stored: StoredFile | None = None
     hashes: dict[type[Store], str] = {}
     failed: list[OSError] = []
@@ -90,7 +93,7 @@ def write_all(stores: list[Store], file: str, contents: Callable[[], Iterator[An
 
 
 def new_file(folder: str, stem: str) -> str:
-    """File name unique to this attempt at a step: other checkpoints may refer to existing files."""
+    """File name unique to this attempt at a step, since other checkpoints may refer to existing files."""
     return f"{folder}/{stem}-{secrets.token_hex(4)}.bin"
 
 

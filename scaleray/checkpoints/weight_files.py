@@ -1,7 +1,7 @@
 """Plain files of weights for other programs, by format: writing their bytes, and reading their tensors by name.
 
-A `.safetensors` file, a JSON header followed by bytes (https://huggingface.co/docs/safetensors), is written here
-tensor by tensor, so that a model need not fit into memory. Tied tensors are written under each of their names."""
+A `.safetensors` file, a JSON header followed by bytes (https://huggingface.co/docs/safetensors), is written here tensor
+by tensor, so the model need not fit into memory. Tied tensors are written under each of their names."""
 
 import contextlib
 import io
@@ -90,7 +90,7 @@ def opened_torch(path: str) -> Iterator[tuple[list[str], Callable[[str], torch.T
     if other:
         raise CheckpointError.problem(
             f"the file to import, {path},",
-            f"must contain a mapping of names to tensors, and it contains {other}",
+            f"must contain a mapping of names to tensors, but contains {other}",
             "save only the state dict: torch.save(model.state_dict(), path)",
         )
     yield list(content), content.__getitem__

@@ -1,4 +1,4 @@
-"""SHA-256 of the files of final weights and of checkpoints' manifests: written at the end of a run, checked before
+"""SHA-256 of the files of final weights and of checkpoint manifests, written at the end of a run and checked before
 every load.
 
 The list is next to the files: `weights.sha256.json` next to `weights.pt`, `sha256.json` in a folder such as `weights`.
@@ -20,7 +20,7 @@ from scaleray.common.parsing import load_json
 from scaleray.errors import CheckpointError, first_line
 
 SUMS, RECORD, NOTE = "sha256.json", "record.json", "run.json"
-CHANGED = "files of a finished run must not change: copy it again, or choose a checkpoint: --step best or --step N"
+CHANGED = "files of a finished run must not change: copy it again, or choose a checkpoint (--step best or --step N)"
 
 
 def sums_name(file: str) -> str:
@@ -60,8 +60,9 @@ def check_weights(run: Store, files: Sequence[str], *, recorded: Mapping[str, An
 
 
 def check_manifest(folder: Store, manifest: Manifest, recorded: Mapping[str, Any] | None = None) -> bool:
-    """Whether the run's record has the hash of this checkpoint, as records of finished runs do. folder: the run's
-    checkpoints. recorded: `checkpoints` of the record; None reads it. Raises CheckpointError if the hash differs."""
+    """Whether the run's record has the hash of this checkpoint, as records of finished runs do. folder: checkpoints
+    folder of the run. recorded: `checkpoints` in the record; None reads it from the record. Raises CheckpointError if
+    the hash differs."""
     stated = _recorded(folder.parent, "checkpoints") if recorded is None else recorded
     known = stated.get(manifest.name) if isinstance(stated, Mapping) else None
     if known not in (None, manifest.sha256):

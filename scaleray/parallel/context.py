@@ -39,8 +39,8 @@ class Context:
     heads_on: int = 1
     """Number of workers that would divide the heads of a layer; for a rehearsal, which has all of them."""
     has_values: bool = True
-    """False in a rehearsal with tensors that have only shapes, where a model may pass a mask that it would otherwise
-    leave out."""
+    """False in a rehearsal with tensors that have only shapes, where a model may pass a mask that it otherwise
+    omits."""
     has_cut: bool = False
     num_exchanges: int = 0
 

@@ -22,8 +22,8 @@ from scaleray.parallel.ring_attention import Run
 
 class DivisibleExperts(nn.Module):
     """Experts that workers may divide among them: every parameter has one row for each expert. group: the workers of
-    `parallel.expert`, each of which has equally many experts; None if this worker has all. run: starts an exchange with
-    its payload."""
+    `parallel.expert`, with equally many experts each; None if this worker has all. run: starts an exchange with its
+    payload."""
 
     num_experts: int
     group: dist.ProcessGroup | None = None

@@ -24,8 +24,7 @@ def ring_attention(
     scale: float | None,
 ) -> torch.Tensor:
     """Attention (rows, heads, tokens, width) of this worker's queries over the keys and values of all workers.
-    Collective. There may be fewer key heads than query heads, if they divide these. run: starts a send with its
-    payload."""
+    Collective. Key heads may be fewer if they divide the query heads. run: starts a send with its payload."""
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
@@ -93,8 +92,7 @@ class _Neighbours:
         self._kept: list[torch.Tensor] = []
 
     def pass_on(self, tensor: torch.Tensor, tag: int = 0) -> tuple[torch.Tensor, list[Any]]:
-        """Begin to send a tensor to the next worker. Returns the tensor that arrives, and the operations to wait
-        for."""
+        """Begin to send a tensor to the next worker. Returns the arriving tensor, and the operations to wait for."""
         arriving = torch.empty_like(tensor)
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         sends = dist.P2POp(dist.isend, tensor, group=self.group, tag=tag, group_peer=after)
@@ -111,8 +109,8 @@ class _Neighbours:
 
 def _block(ring: _Neighbours, step: int, tokens: int, is_causal: bool) -> Block:
     """Queries and keys of one step. With causal attention, each worker has an early and a late piece of a sequence.
-    With the keys of an earlier worker, all queries need its early piece; with those of a later worker, the late queries
-    need all keys."""
+    With the keys of an earlier worker, all queries need its early piece; with those of a later worker, late queries
+    need all."""
     source, half = (ring.rank - step) % ring.size, tokens // 2
     if not is_causal or source == ring.rank:
         return ALL, ALL, is_causal
@@ -142,7 +140,7 @@ def _attend_backward(
     output: torch.Tensor,
     log_sum: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of a block's queries and of its keys and values, given output and log-sum-exp over all keys."""
+    """Gradients of a block's queries and of its keys and values, given the output and log-sum-exp over all keys."""
     queries, keys, is_causal = block
     groups = query.shape[1] // pair.shape[2]
     query, (key, value) = query[:, :, queries], _repeated(pair[:, :, :, keys], query)
@@ -167,7 +165,7 @@ def _scores(query: torch.Tensor, key: torch.Tensor, is_causal: bool, scale: floa
 
 
 def _repeated(pair: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Keys and values with as many heads as there are queries."""
+    """Keys and values, repeated so that they have as many heads as the queries."""
     groups = query.shape[1] // pair.shape[2]
     return pair if groups == 1 else pair.repeat_interleave(groups, dim=2)
 
@@ -175,7 +173,7 @@ def _repeated(pair: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 def _merge(
     output: torch.Tensor, log_sum: torch.Tensor, block: Block, found: torch.Tensor, its_log_sum: torch.Tensor
 ) -> None:
-    """Add a block's attention to the output so far, in place, each weighted by its sum of exponentials."""
+    """Merge a block's attention into the output so far, in place, each weighted by its sum of exponentials."""
     queries = block[0]
     both = torch.logaddexp(log_sum[:, :, queries], its_log_sum)
     output[:, :, queries] *= (log_sum[:, :, queries] - both).exp()[..., None]

@@ -1,4 +1,4 @@
-"""Styles for `tensor_plan()` that torch lacks."""
+"""Styles for `tensor_plan()` that torch does not provide."""
 
 from typing import Any
 
@@ -13,7 +13,8 @@ from scaleray.parallel.experts import MixtureOfExperts
 
 
 class Replicated(ParallelStyle):
-    """Style of a module with whole parameters on every worker, which takes and returns equal plain tensors."""
+    """Style of a module whose parameters are whole on every worker, and whose inputs and outputs are equal plain
+    tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def to_dtensor(value: Any) -> Any:
@@ -33,7 +34,7 @@ class Replicated(ParallelStyle):
 
 class MixtureParallel(ParallelStyle):
     """Style of a MixtureOfExperts for `tensor_plan()`: each worker has a part of every expert's inner width, and the
-    whole router. input_layouts, output_layouts: how the rows and tokens are split before and after it."""
+    whole router. input_layouts, output_layouts: how rows and tokens are split before and after the module."""
 
     def __init__(self, *, input_layouts: Placement, output_layouts: Placement) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class MixtureParallel(ParallelStyle):
                 experts.register_parameter(weights, nn.Parameter(part, whole.requires_grad))
 
         def take(layout: Placement, wanted: Placement, gradient: Placement) -> Any:
-            """Hook that gives a module its floating-point inputs in another layout, as plain tensors."""
+            """Hook that passes a module its floating-point inputs in another layout, as plain tensors."""
 
             def moved(value: Any, mesh: DeviceMesh) -> Any:
                 if value is None or not value.is_floating_point():

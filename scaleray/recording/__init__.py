@@ -1,1 +1,1 @@
-"""MLflow: storage of runs, and the one process that writes them."""
+"""Recording in MLflow: storage of runs, and the one process that writes them."""

@@ -1,7 +1,7 @@
-"""All experiments of a team in MLflow: runs, studies with their points, sweeps with their trials, plans.
+"""All experiments of a team in MLflow: runs, studies with their points, sweeps with their trials, and plans.
 
-Read in pages of a thousand runs with MLflow's further data: tags, params, last values of metrics and datasets; no
-artifact is fetched."""
+Read in pages of a thousand runs, together with their tags, params, last metric values and datasets. No artifacts are
+fetched."""
 
 import math
 import re
@@ -52,11 +52,11 @@ def read_experiments(
     since: str | None = None,
     kinds: Sequence[str] = (),
 ) -> list[Experiment]:
-    """Experiments, the newest first.
+    """Experiments, newest first.
 
-    model: a part of the workload's name. gpus: number of workers. since: a date such as 2026-11-01, or how long ago, as
-    in 7d or 12h. kinds: run, profile, study, point, sweep, trial or plan; none means all but trials. Raises
-    TrackingError for a store that is unreachable or empty, and ConfigError."""
+    model: a part of the workload's name. gpus: number of workers. since: a date such as 2026-11-01, or an age such as
+    7d or 12h. kinds: run, profile, study, point, sweep, trial or plan; if empty, all but trials. Raises TrackingError
+    for a store that is unreachable or empty, and ConfigError."""
     if gpus is not None and gpus < 1:
         raise ConfigError("--gpus", gpus, "it must be a number of workers, at least 1")
     since_ms = None if since is None else moment_ms(since)
@@ -93,7 +93,7 @@ def read_experiments(
 
 
 def moment_ms(text: str) -> int:
-    """Milliseconds since 1970 of a date, a date with a time (UTC), or a time ago. Raises ConfigError."""
+    """Milliseconds since 1970 of a date, a date with a time (UTC), or an age. Raises ConfigError."""
     ago = re.fullmatch(r"(\d{1,4})\s*([hdw])", text.strip())
     try:
         if ago is not None:
@@ -102,13 +102,13 @@ def moment_ms(text: str) -> int:
             moment = datetime.fromisoformat(text.strip())
             moment = moment.replace(tzinfo=moment.tzinfo or UTC)
     except (ValueError, OverflowError):
-        allowed = "it must be a date such as 2026-11-01, or how long ago: 12h, 7d, 2w"
+        allowed = "it must be a date such as 2026-11-01, or an age such as 12h, 7d or 2w"
         raise ConfigError("--since", text, allowed) from None
     return math.floor(moment.timestamp() * 1000)
 
 
 def _runs(client: Any, ids: Sequence[str], query: str, most: int = PAGE) -> Iterator[Any]:
-    """Runs of scaleray's kinds that are not deleted."""
+    """Runs of scaleray's kinds that have not been deleted."""
     token = None
     while ids:
         page = client.search_runs(ids, query, max_results=PAGE, page_token=token)
@@ -162,7 +162,7 @@ def _of_parent(row: Experiment, rows: Mapping[str, Experiment]) -> Experiment:
 
 
 def _model(workload: str | None) -> str | None:
-    """`digits.Digits` of `jobs/digits.py:Digits`."""
+    """Short form of a workload's name: `digits.Digits` for `jobs/digits.py:Digits`."""
     if not workload:
         return None
     place, colon, name = workload.rpartition(":")

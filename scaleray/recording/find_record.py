@@ -21,11 +21,11 @@ from scaleray.records.read import FILE, AnyRecord, parse_record
 from scaleray.records.run_record import RunRecord
 
 ARTIFACTS = {FINAL_WEIGHTS: "model", TRAINED_WEIGHTS: "trained_model"}
-"""Folder of the artifacts with the weights of each name."""
+"""Artifact folder with the weights of each name."""
 
 
 def fetch_model_files(about: Mapping[str, Any], folder: Path, name: str = FINAL_WEIGHTS) -> Path | None:
-    """Download weights of a run into `folder`, and return the subfolder that has them; None if MLflow has none.
+    """Download weights of a run into `folder`, and return the subfolder that contains them; None if MLflow has none.
 
     about: content of the run's run.json. name: FINAL_WEIGHTS or TRAINED_WEIGHTS. Raises TrackingError if MLflow cannot
     be queried."""
@@ -56,10 +56,10 @@ PARENT_TAG = "mlflow.parentRunId"
 
 @dataclass(frozen=True)
 class FoundRun:
-    """A record and its location. steps: the text of steps.csv of a training, None without one.
+    """A record and its location. steps: text of a training's steps.csv; None if there is none.
 
-    location: its folder; None for a run in MLflow alone. evaluations: (step, value) by metric. alerts: the text of
-    alerts.jsonl of a training, None without one."""
+    location: folder of the record; None for a run that is only in MLflow. evaluations: (step, value) by metric. alerts:
+    text of a training's alerts.jsonl; None if there is none."""
 
     record: AnyRecord
     where: str
@@ -70,15 +70,15 @@ class FoundRun:
 
     @property
     def folder(self) -> Path | None:
-        """Its folder, if that is local."""
+        """Folder of the record, if it is local."""
         return Path(self.location.root) if self.location is not None and self.location.is_local else None
 
 
 def find_run(run: str, *, uri: str | None = None) -> FoundRun:
-    """Find the run named by `run`: a folder or bucket with a record.json, that file, the name of a folder in the
-    default storage path, or an id or name in MLflow.
+    """Find the run that `run` names: a folder or bucket with a record.json, that file itself, the name of a folder in
+    the default storage path, or an ID or name in MLflow.
 
-    uri: MLflow's; None: scaleray's own. Raises TrackingError if there is none, or if it has no record."""
+    uri: tracking URI; None for scaleray's own. Raises TrackingError if there is no such run, or if it has no record."""
     for location in locations_of(run):
         with contextlib.suppress(OSError, ValueError):
             text, where = location.read(FILE), without_password(location.root)
@@ -101,7 +101,7 @@ def record_of(text: str | bytes, *, where: str) -> AnyRecord:
 
 
 def locations_of(run: str) -> list[Store]:
-    """Folders to which `run` may refer: itself, the folder of that record.json, or one of this name in the storage
+    """Folders to which `run` may refer: itself, the folder of a record.json, or a folder of this name in the storage
     path."""
     if "://" in run:
         return [Store(run.removesuffix(f"/{FILE}"))]
@@ -113,7 +113,7 @@ def locations_of(run: str) -> list[Store]:
 
 
 def text_of(location: Store, name: str) -> str | None:
-    """Text of a file, whose damaged lines readers skip; None if there is none."""
+    """Text of a file, in which readers skip damaged lines; None if there is no file."""
     with contextlib.suppress(OSError):
         return location.read(name).decode(errors="replace")
     return None
@@ -145,7 +145,7 @@ def _in_mlflow(run: str, uri: str) -> FoundRun:
 
 @contextlib.contextmanager
 def reading_mlflow(run: str, uri: str) -> Iterator[None]:
-    """Context in which errors of MLflow become TrackingErrors that name the run."""
+    """Context in which MLflow's errors become TrackingErrors that name the run."""
     try:
         yield
     except (TrackingError, ModuleNotFoundError):  # without MLflow the command says what to install
@@ -158,7 +158,7 @@ def reading_mlflow(run: str, uri: str) -> Iterator[None]:
 
 
 def runs_in_mlflow(run: str, uri: str) -> tuple[Any, list[Any]]:
-    """MLflow's client, and the runs of this id or name, the newest first: at least one. Raises TrackingError."""
+    """MLflow's client, and the runs with this ID or name, newest first: at least one. Raises TrackingError."""
     unknown = TrackingError.problem(
         "RUN",
         f"{run} was not found: there is no folder with a {FILE} and no run of this id or name in MLflow at "
@@ -177,7 +177,7 @@ def runs_in_mlflow(run: str, uri: str) -> tuple[Any, list[Any]]:
 
 
 def _candidates(client: Any, run: str) -> Sequence[Any]:
-    """Runs of this id or name, the newest first."""
+    """Runs with this ID or name, newest first."""
     if re.fullmatch(r"[0-9a-f]{32}", run):
         with contextlib.suppress(Exception):
             return [client.get_run(run)]
@@ -192,7 +192,7 @@ def _candidates(client: Any, run: str) -> Sequence[Any]:
 
 
 def _part_of_another(client: Any, run: str, child: Any) -> TrackingError:
-    """Error for a point of a study or a trial of a sweep, which its parent's record holds."""
+    """Error for a point of a study or a trial of a sweep, whose record is part of its parent's."""
     parent = child.data.tags[PARENT_TAG]
     with contextlib.suppress(Exception):
         parent = client.get_run(parent).info.run_name
@@ -201,8 +201,8 @@ def _part_of_another(client: Any, run: str, child: Any) -> TrackingError:
 
 
 def _with_evaluations(found: FoundRun, uri: str | None) -> FoundRun:
-    """The run with the evaluations' history. Values that its record lacks, such as metrics of user code or an older
-    record's, are read from MLflow at `uri`, never from an address that the record names; without MLflow they are left
+    """Add the history of evaluations to a run. Values that its record lacks, such as metrics of user code or those of
+    an older record, are read from MLflow at `uri`, never from an address in the record; without MLflow they are left
     out."""
     record = found.record
     if not isinstance(record, RunRecord):

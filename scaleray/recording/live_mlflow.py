@@ -1,4 +1,4 @@
-"""The live state of a run from MLflow, for readers with neither its folder nor its cluster."""
+"""Live state of a run, read from MLflow, for readers that have neither its folder nor its cluster."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ STATES: dict[str, State] = {"firing": "firing", "resolved": "resolved"}
 
 
 def find_in_mlflow(run: str, uri: str) -> tuple[str, Path | None, list[str]]:
-    """Id of the run, its folder if that is on this machine, and a note on the choice. Raises TrackingError.
+    """ID of the run, its folder if it is on this machine, and a note about the choice. Raises TrackingError.
 
     Of several runs with this name, the only running one is chosen, or else the newest."""
     with reading_mlflow(run, uri):

@@ -1,7 +1,8 @@
 """Metrics that a study or a sweep publishes while it runs, and its alerts.
 
-Its trainings publish nothing: their measurements are published when a repeat or a trial has ended. Only applicable
-rules are checked: its end, its disk, MLflow, and, for the workers of a study, lateness and memory."""
+Its trainings publish nothing themselves: their measurements are published when a repeat or trial has ended. Only the
+rules that apply are checked: the end of the study or sweep, its disk, MLflow and, for the workers of a study, lateness
+and memory."""
 
 import dataclasses
 import threading
@@ -24,8 +25,8 @@ from scaleray.records.run_record import EventRecord, Say
 
 
 class MeasuredMetrics(Publisher):
-    """Publishes the result of `measured`, and checks it. description: of the study or sweep as if it were a run;
-    `parent` is its page in MLflow."""
+    """Publishes the result of `measured`, and checks it. description: description of the study or sweep in the form of
+    a run's; `parent` is its page in MLflow."""
 
     def __init__(
         self, measured: Callable[[], Measured], *, description: RunDescription, parent: ParentRun, say: Say
@@ -42,12 +43,13 @@ class MeasuredMetrics(Publisher):
         self._alerts.begin(self._parent.run_page)
 
     def take_sample(self, sample: RankSample) -> None:
-        """Take a worker's sample from the repeat that has ended."""
+        """Take a worker's sample from the repeat that has just ended."""
         with self._lock:
             self._ranks.take_sample(sample)
 
     def leave(self, status: str) -> None:
-        """Publish this final status, named as in MLflow, wait for a last read of the page, and stop serving."""
+        """Publish this final status, named as in MLflow, wait until the page has been read once more, and stop
+        serving."""
         if not self._status:
             self.end(status)
             self._alerts.end()
@@ -70,7 +72,7 @@ class MeasuredMetrics(Publisher):
             return measured_series(known, self._ranks, run_name=d.run_name, run_id=d.run_id)
 
     def own_series(self) -> list[Series]:
-        """All series: no other process publishes any."""
+        """All series, since no other process publishes any."""
         return self.series()
 
     def _tell(self, message: EventRecord | Operation) -> None:

@@ -1,4 +1,4 @@
-"""Operations on their way to MLflow: sent in order, stored while MLflow rejects them, and retried."""
+"""Operations on their way to MLflow: they are sent in order, stored while MLflow rejects them, and retried."""
 
 import json
 import time
@@ -8,18 +8,18 @@ FIRST_S, MOST_S = 2.0, 30.0
 
 
 class Backoff:
-    """Seconds to wait: FIRST_S after the first failure, twice as long after each further one, at most MOST_S."""
+    """Waiting times: FIRST_S seconds after the first failure, twice as long after each further one, at most MOST_S."""
 
     def __init__(self) -> None:
         self._wait_s = FIRST_S
 
     def failed(self) -> float:
-        """Seconds to wait after this failure."""
+        """Return the seconds to wait after this failure."""
         wait_s, self._wait_s = self._wait_s, min(MOST_S, 2 * self._wait_s)
         return wait_s
 
     def reset(self) -> None:
-        """Reset after an answer."""
+        """Reset the waiting time, after an answer."""
         self._wait_s = FIRST_S
 
 
@@ -42,11 +42,11 @@ class Destination(Protocol[Op_contra]):
 
 
 class Outbox(Generic[Op]):
-    """Sends operations to `store`, and stores rejected ones in memory.
+    """Sends operations to `store`, and keeps rejected ones in memory.
 
     leaves_out_refused: drop operations that would be refused again, so that they do not block later ones. num_sent:
-    number of accepted operations. sent_at: time of the last one, on the monotonic clock. failure: reason of the last
-    rejection, in words."""
+    number of accepted operations. sent_at: time of the last accepted one, on the monotonic clock. failure: reason for
+    the last rejection, as text."""
 
     def __init__(self, store: Destination[Op] | None = None, *, leaves_out_refused: bool = False) -> None:
         self.store = store
@@ -58,11 +58,11 @@ class Outbox(Generic[Op]):
 
     @property
     def num_kept(self) -> int:
-        """Number of operations that wait to be sent again."""
+        """Number of operations that are waiting to be sent again."""
         return len(self._kept)
 
     def send(self, operation: Op) -> None:
-        """Send, or store; while anything is stored, later operations queue behind it."""
+        """Send an operation, or store it. While anything is stored, later operations queue behind it."""
         if self._kept and not self.send_kept():
             self._keep(operation)
         elif (problem := self._try(operation)) is not None:
@@ -71,7 +71,7 @@ class Outbox(Generic[Op]):
             self._wait_longer()
 
     def send_kept(self) -> bool:
-        """Retry, if it is due; returns true when nothing is stored any more."""
+        """Retry if it is time to. Returns whether all stored operations have been sent."""
         if not self._kept:
             return True
         if time.monotonic() < self._retry_at:
@@ -87,11 +87,11 @@ class Outbox(Generic[Op]):
         return True
 
     def retry_now(self) -> None:
-        """Retry the next operation now, even if it is not due."""
+        """Retry the next operation now, even if it is not yet time to."""
         self._retry_at = 0.0
 
     def _try(self, operation: Op) -> Exception | None:
-        """Send; returns the reason for a retry, or None if none is needed."""
+        """Send an operation. Returns the reason for a retry, or None if none is needed."""
         try:
             assert self.store is not None, "the run exists before anything is sent"
             self.store.send(operation)
@@ -103,7 +103,7 @@ class Outbox(Generic[Op]):
         return None
 
     def _set_aside(self, operation: Op, refusal: Exception) -> bool:
-        """Remove from the queue an operation that would be refused again; return false if it must stay."""
+        """Remove from the queue an operation that would be refused again. Returns False if it must stay."""
         return self._leaves_out_refused
 
     def _wait_longer(self) -> None:
@@ -125,7 +125,7 @@ class Outbox(Generic[Op]):
 
 def is_refusal_of_content(exc: Exception) -> bool:
     """Whether a server refused the content, rather than the sender or the run. A body that is not JSON, as from a proxy
-    in between, is not an answer of MLflow."""
+    in between, does not come from MLflow."""
     if isinstance(exc, json.JSONDecodeError):
         return False
     return getattr(exc, "error_code", "") in REFUSALS[:2] or isinstance(exc, (FileNotFoundError, ValueError, TypeError))

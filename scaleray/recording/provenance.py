@@ -10,7 +10,7 @@ TRAINING = "train"
 
 
 def source_tags(workload: str, git: Mapping[str, Any]) -> dict[str, str]:
-    """MLflow's own tags for the owner, the source and its commit. git: result of `reproducibility.fingerprint`."""
+    """MLflow's own tags for the owner, the source and the commit. git: result of `reproducibility.fingerprint`."""
     tags = {"scaleray.workload": workload, "mlflow.source.name": workload, "mlflow.source.type": "JOB"}
     if (user := user_name()) is not None:
         tags["mlflow.user"] = user
@@ -22,14 +22,14 @@ def source_tags(workload: str, git: Mapping[str, Any]) -> dict[str, str]:
 
 
 def cost_of(worker_s: float, *, price_per_worker_hour: float | None) -> dict[str, float]:
-    """Metrics of an experiment's cost. worker_s: seconds of all workers together."""
+    """Metrics of the cost of an experiment. worker_s: seconds of all workers together."""
     hours = worker_s / 3600
     price = {} if price_per_worker_hour is None else {names.COST.name: hours * price_per_worker_hour}
     return {names.WORKER_HOURS.name: hours, **price}
 
 
 def dataset(split: str, facts: Mapping[str, Any], *, workload: str) -> dict[str, Any]:
-    """A split as the arguments of `LogDataset`. facts: from its source's description."""
+    """Arguments of `LogDataset` for a split. facts: from the description of its source."""
     return {
         "name": split,
         "digest": str(facts.get("sha256") or "unhashed")[:32],

@@ -1,4 +1,4 @@
-"""Metrics of a running run, from its state."""
+"""Metrics published by a running run, derived from its state."""
 
 import shutil
 from collections.abc import Callable, Collection, Sequence
@@ -19,7 +19,7 @@ from scaleray.records.start import steady_time
 
 
 class PublishedMetrics(Publisher):
-    """All published metrics of a run. state, steps, spool: the recorder's own. beats: returns the last heartbeat of
+    """All published metrics of a run. state, steps, spool: those of the recorder. beats: returns the last heartbeat of
     every rank. silent: returns the lost ranks, whose newest samples are out of date."""
 
     def __init__(
@@ -59,7 +59,7 @@ class PublishedMetrics(Publisher):
         return [one for one in found if one.labels.get("rank") not in silent]
 
     def own_series(self) -> list[Series]:
-        """Series that exist once a run: under Ray each rank publishes its own."""
+        """Series that exist once per run; under Ray each rank publishes its own series."""
         return self._series.of_run(
             steady_time(),
             nonfinite_steps=self._steps.num_nonfinite,
@@ -72,7 +72,7 @@ class PublishedMetrics(Publisher):
 
 
 def free_share(folder: str) -> float | None:
-    """Free share of the disk with a folder; None if unknown."""
+    """Free share of the disk that contains a folder; None if unknown."""
     try:
         usage = shutil.disk_usage(folder)
         return usage.free / usage.total

@@ -1,7 +1,7 @@
-"""The one process that writes a run: it takes workers' messages without delaying them, and stores the points that
-MLflow misses.
+"""The one process that writes a run: it receives messages from the workers without delaying them, and stores points
+that MLflow has not received.
 
-Under Ray it is an actor next to the driver; without Ray a plain object. A separate thread does the writing
+Under Ray it is an actor next to the driver; without Ray it is a plain object. A separate thread does the writing
 (`Writer`)."""
 
 import contextlib
@@ -64,7 +64,7 @@ SAVE_EVERY_S = 10.0
 
 
 class GoodputFile:
-    """The ledger of a run's time, which the run's state fills, and its file."""
+    """Ledger of a run's time, filled from the run's state, and its file."""
 
     def __init__(self, description: RunDescription) -> None:
         self._roots = list(dict.fromkeys([description.work_dir, description.run_path or description.work_dir]))
@@ -74,7 +74,7 @@ class GoodputFile:
         self._saved_at = 0.0
 
     def save_if_due(self) -> None:
-        """Write the file if it was last written at least SAVE_EVERY_S ago."""
+        """Write the file if it was last written at least SAVE_EVERY_S seconds ago."""
         if time.monotonic() - self._saved_at > SAVE_EVERY_S:
             self.save()
 
@@ -93,7 +93,7 @@ class GoodputFile:
 
 
 class Recorder(SignsOfLife):
-    """Owns one MLflow run. `log` only queues; `poll` returns messages for display."""
+    """Owns one MLflow run. `log` only queues messages; `poll` returns messages for display."""
 
     def __init__(self, description: RunDescription) -> None:
         super().__init__()
@@ -159,10 +159,10 @@ class Recorder(SignsOfLife):
         self._started = threading.Event()
 
     def start(self) -> RunIdentity:
-        """Create the MLflow run and write the known facts. Raises TrackingError if MLflow cannot be used.
+        """Create the MLflow run and write the facts that are known. Raises TrackingError if MLflow cannot be used.
 
-        run.json comes first, with a key by which a resume finds the MLflow run even if this process was killed before
-        it could store the id."""
+        run.json is written first, with a key by which a resume finds the MLflow run even if this process was killed
+        before it could store the ID."""
         d = self.description
         before = d.continues or {}
         if d.continues is None:
@@ -196,9 +196,9 @@ class Recorder(SignsOfLife):
         return self._identity
 
     def durable(self, timeout_s: float = 60.0) -> dict[str, str]:
-        """Wait until everything that has arrived is in MLflow or on the disk, and return the run's identity.
+        """Wait until everything received so far is in MLflow or on the disk, and return the run's identity.
 
-        A checkpoint is completed only after this: a run resumed from it must not lack earlier points. Raises
+        A checkpoint is completed only after this, since a run resumed from it must not lack earlier points. Raises
         TrackingError if it takes too long."""
         unpublished = "the record could not be copied to the run's folder"
         marker = Marker(then=partial(self._look, self._publish, unpublished))
@@ -210,7 +210,8 @@ class Recorder(SignsOfLife):
         return {"run_id": store.run_id, "experiment_id": store.experiment_id}
 
     def wait_started(self, timeout_s: float | None = None) -> bool:
-        """Return true: `start` creates the MLflow run before it returns, as there is no other process to wait for."""
+        """Return true, since `start` creates the MLflow run before it returns and there is no other process to wait
+        for."""
         return self.spool.store is not None
 
     def identity(self) -> RunIdentity:
@@ -219,34 +220,34 @@ class Recorder(SignsOfLife):
         return RunIdentity(store.run_id, store.experiment_id, run_link(store.uri, store.experiment_id, store.run_id))
 
     def last_step(self, timeout_s: float = 60.0) -> int:
-        """The last step of the record, once all messages that have arrived are in it; 0 or less without any."""
+        """Last step of the record, once all messages received so far are in it; 0 or less if there is none."""
         self._writer.wait_until_written(timeout_s=timeout_s)
         return self.steps.last_step
 
     def log(self, messages: Sequence[WorkerMessage]) -> None:
-        """Take messages from a worker. Returns immediately, regardless of MLflow."""
+        """Receive messages from a worker. Returns immediately, whatever the state of MLflow."""
         for message in messages:
             self._writer.put(message)
 
     def poll(self, after: int) -> tuple[int, list[WorkerMessage | Heartbeat]]:
-        """Messages from number `after` on, the number of the next one, and the first worker's current activity."""
+        """Messages from number `after` on, the number of the next message, and the first worker's current activity."""
         number, messages = self._shown.after(after)
         return number, [*messages, *(replace(beat, tail=()) for beat in self.heartbeats()[:1])]
 
     def live(self) -> LiveState:
-        """Current state of the run, for readers outside."""
+        """Current state of the run, for outside readers."""
         waiting = len(self.spool.points())
         return live_state(
             self.description, self.state, identity=self._identity, beats=self.heartbeats(), waiting=waiting
         )
 
     def mark_killed(self) -> None:
-        """End the run as KILLED now, in case the driver does not live long enough to do so in good order."""
+        """End the run as KILLED now, in case the driver is ended before it can do so properly."""
         self.state.end("KILLED")
         self._writer.put(EndRun("KILLED", in_ms(time.time())))
 
     def close(self) -> None:
-        """Stop serving metrics: the counterpart of an actor's end."""
+        """Stop serving metrics; corresponds to the end of the actor."""
         self.publishing.close()
 
     def log_files(self, paths: Sequence[str], folder: str | None = None) -> None:
@@ -255,7 +256,7 @@ class Recorder(SignsOfLife):
             self._writer.put(LogArtifact(str(path), folder))
 
     def drain(self) -> Recording:
-        """Write everything that has arrived so far and return the run's results."""
+        """Write everything received so far, and return the run's results."""
         self._writer.wait_until_written()
         return Recording(
             final_loss=self.steps.last_loss,
@@ -274,7 +275,7 @@ class Recorder(SignsOfLife):
     def finish(
         self, status: str, *, metrics: Mapping[str, float], tags: Mapping[str, str], files: Mapping[str, str]
     ) -> str | None:
-        """End the run in MLflow with `status`; returns the file of unsent operations, or None.
+        """End the run in MLflow with `status`. Returns the file of unsent operations, or None.
 
         A resume that failed before its first step leaves the run and its files unchanged."""
         went_on = self._has_new_steps or not self._is_continued or status == "FINISHED"
@@ -327,14 +328,14 @@ class Recorder(SignsOfLife):
         return self.spool.unsent_file()
 
     def _goodput(self) -> Goodput:
-        """Use of the whole time so far. Writes the file once there is a step."""
+        """Breakdown of the whole time so far. Writes the file once there is a step."""
         if self.state.last is not None:
             self._goodput_file.save()
         with self.state.lock:
             return self._goodput_file.ledger.goodput(steady_time())
 
     def _keep_evaluation(self, record: EvaluationRecord) -> None:
-        """Store the values for the run's record, with those from before a resume."""
+        """Store evaluation values for the run's record, along with those from before a resume."""
         for name, value in record.metrics.items():
             if name not in self._evaluations:
                 before = self._before(name) if self._is_continued else {}
@@ -342,7 +343,7 @@ class Recorder(SignsOfLife):
             self._evaluations[name][record.step] = value
 
     def _before(self, name: str) -> dict[int, float]:
-        """Values from before a resume by step: those of the previous record, and MLflow's for later steps."""
+        """Values from before a resume, by step: those of the previous record, and those of MLflow for later steps."""
         with contextlib.suppress(OSError, ValueError, TypeError):
             former = RunRecord.from_json(Store(self.description.run_path or self.description.work_dir).read(RECORD))
             recorded = {int(step or 0): math.nan if v is None else v for step, v in former.evaluations.get(name, [])}
@@ -357,7 +358,7 @@ class Recorder(SignsOfLife):
             return []
 
     def _publish(self) -> str | None:
-        """Copy the files needed to resume to the run's folder, with each checkpoint; returns the error, if any."""
+        """Copy the files needed to resume to the run's folder, at each checkpoint. Returns the error, if any."""
         if self.steps.is_behind:
             return f"{self.steps.path} cannot be written"
         if self.spool.problem:
@@ -422,7 +423,7 @@ class Recorder(SignsOfLife):
             self._shown.add(message)
 
     def _take_step(self, record: StepRecord, *, is_new: bool) -> None:
-        """Take the record of a step.
+        """Handle the record of a step.
 
         is_new: whether steps.csv lacks it. MLflow may lack steps that steps.csv has, if it was unreachable."""
         if self._is_continued and not self._has_new_steps:

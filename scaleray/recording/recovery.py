@@ -1,7 +1,7 @@
-"""Recovery of a resumed run's points: its files and MLflow restore missing points to each other, and lost ones are
+"""Recovery of a resumed run's points: its files and MLflow restore each other's missing points, and lost points are
 reported.
 
-steps.csv has every step, and MLflow every point sent to it. Either may lack some: a process was killed between two
+steps.csv should have every step, and MLflow every point. Either may lack some because a process was killed between two
 writes, a server was unreachable, or a file is damaged."""
 
 import contextlib
@@ -22,17 +22,17 @@ from scaleray.records.mlflow_operations import EVENT_TAG, LogMetrics, Operation
 from scaleray.records.run_description import RunDescription
 
 NEEDED = ("num_samples", "learning_rate", "step_time_s", "epoch", "world_size", "recorded_at")
-"""Columns that a row needs to make points; rows from MLflow and of older versions lack some."""
+"""Columns that a row needs in order to make points; rows from MLflow or from older versions lack some."""
 EXACT = {
     names.LOSS.name: "loss", names.LEARNING_RATE.name: "learning_rate", names.GRAD_NORM.name: "grad_norm",
     names.EPOCH.name: "epoch", names.WORKERS.name: "world_size",
 }  # fmt: skip
-"""Metrics whose points are values of one step, with their column. Rates are means over several."""
+"""Metrics whose points are values of a single step, with their columns. Rates are means over several steps."""
 
 
 @dataclass(frozen=True)
 class KnownRun:
-    """Points of a run in MLflow. last_steps: newest step of each metric. steps: those whose loss is there."""
+    """Points of a run in MLflow. last_steps: newest step of each metric. steps: steps whose loss is there."""
 
     last_steps: dict[str, int]
     steps: set[int]
@@ -48,8 +48,8 @@ class KnownRun:
 
 
 class Recovery:
-    """Works on the recorder's own files and points, in its thread. say: receives sentences about damaged or lost
-    data."""
+    """Restores the recorder's own files and points, in the recorder's thread. say: receives sentences about damaged or
+    lost data."""
 
     def __init__(
         self, description: RunDescription, steps: StepsFile, points: Points, spool: Spool, *, say: Callable[[str], None]
@@ -57,8 +57,8 @@ class Recovery:
         self.description, self.steps, self.points, self.spool, self._say = description, steps, points, spool, say
 
     def ask_mlflow(self) -> KnownRun:
-        """Points of this run in MLflow. Raises TrackingError if MLflow does not return them, since points would be
-        doubled."""
+        """Points of this run in MLflow. Raises TrackingError if MLflow does not return them, since points would
+        otherwise be sent twice."""
         store = self.spool.store
         assert store is not None, "the run is open"
         try:
@@ -72,7 +72,7 @@ class Recovery:
             ) from exc
 
     def send_what_mlflow_lacks(self, known: KnownRun) -> list[Operation]:
-        """Take over the interrupted process's unsent operations; returns the points in its other files that MLflow
+        """Take over the unsent operations of the interrupted process. Returns the points in its other files that MLflow
         lacks."""
         d = self.description
         self.points.known = dict(known.last_steps)
@@ -96,14 +96,14 @@ class Recovery:
         return [LogMetrics(lacking)]
 
     def go_on_after(self, step: int, *, flush: Callable[[], None]) -> None:
-        """Repair steps.csv up to this step, after which training begins or continues: no more will be known about
+        """Repair steps.csv up to this step, after which training begins or continues; nothing more will be learnt about
         earlier steps. flush: writes pending rows before the file is read."""
         if self.steps.lacks(max(step, self.steps.last_step)):
             flush()
             self.mend_steps(step)
 
     def mend_steps(self, after: int) -> None:
-        """Restore missing rows of steps.csv from MLflow, up to the step after which training continues."""
+        """Restore rows of steps.csv from MLflow if they are missing, up to the step after which training continues."""
         lacks = self.steps.lacks(after)
         wanted = {step for first, last in lacks for step in range(first, last + 1)}
         points, problem = self.spool.points(), ""
@@ -143,7 +143,7 @@ class Recovery:
 
 
 def rows_of(points: Iterable[Point], steps: Collection[int]) -> dict[int, dict[str, Any]]:
-    """Rows of steps.csv by step, from points of MLflow. Columns that MLflow does not store stay empty."""
+    """Rows of steps.csv by step, from points in MLflow. Columns that MLflow does not store stay empty."""
     rows: dict[int, dict[str, Any]] = {}
     for name, value, timestamp, step in points:
         if step in steps and name in EXACT:
@@ -157,7 +157,7 @@ def rows_of(points: Iterable[Point], steps: Collection[int]) -> dict[int, dict[s
 def points_of(
     rows: Iterable[Mapping[str, str]], logged: Collection[int], *, every_steps: int, tokens_per_sample: int | None
 ) -> list[Point]:
-    """The points from rows of steps.csv, except those of steps in `logged`, whose loss MLflow has."""
+    """Points from rows of steps.csv, without those of the steps in `logged`, whose loss is already in MLflow."""
     found: list[Point] = []
     points = Points(every_steps=every_steps, tokens_per_sample=tokens_per_sample)
     num_nonfinite = 0

@@ -1,4 +1,4 @@
-"""Send data that MLflow missed while it was unreachable, from any kind of file."""
+"""Send data that MLflow missed while it was unreachable, from a file of any kind."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def replay(file: str | Path, *, uri: str | None = None) -> int | None:
     """Send data of a run, study or sweep that could not be written to MLflow while the server was unreachable.
 
     file: a run folder's unsent.jsonl, which is removed, or the record.json of a study or sweep. uri: tracking URI, if
-    the server has moved. Returns the number of operations that were sent, None for a record. Refused operations and
-    unreadable lines do not block the others; they remain in a file of another name. Raises TrackingError if MLflow
-    still lacks something. Uploads are limited to the folder of the file and its subfolders."""
+    the server has moved. Returns the number of operations sent, None for a record. Refused operations and unreadable
+    lines do not block the others; they remain in a file of another name. Raises TrackingError if MLflow still lacks
+    something. Uploads are limited to the file's folder and its subfolders."""
     path = Path(file)
     if path.name == "record.json":
         from scaleray.recording.study_runs import send_record
 
         if lacks := send_record(path, uri=uri):
             text = f"{path} is not completely in MLflow: {lacks}"
-            raise TrackingError.problem("The record", text, "run this again when the server is back")
+            raise TrackingError.problem("The record", text, "run this command again when the server is back")
         return None
     try:
         unsent = unsent_file.parse(path.read_bytes())
@@ -83,7 +83,7 @@ def replay(file: str | Path, *, uri: str | None = None) -> int | None:
 
 
 def _sent(store: RunStore, operation: Operation, known: Mapping[str, int], folder: Path) -> list[str]:
-    """Send an operation, or the values MLflow accepts; returns reasons for the rest."""
+    """Send an operation, or those of its values that MLflow accepts. Returns the reasons why the rest was rejected."""
     if isinstance(operation, LogMetrics):  # a crash between sending and forgetting must not double points
         operation = operation.after(known)
     if isinstance(operation, LogArtifact):

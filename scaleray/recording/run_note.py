@@ -1,4 +1,4 @@
-"""run.json, with everything needed to continue a run from its folder alone."""
+"""run.json, which contains everything needed to continue a run from its folder alone."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ CHANGE_TAG = "scaleray.changed."
 
 
 class Described:
-    """Writes a run's description. put: receives operations. changes: earlier differences, one line for each resume."""
+    """Writes the description of a run. put: receives operations. changes: earlier differences, one line per resume."""
 
     def __init__(self, description: RunDescription, put: Callable[[Operation], None]) -> None:
         self.description, self._put = description, put
@@ -32,7 +32,7 @@ class Described:
             self._put(LogArtifact(str(Path(d.work_dir) / name)))
 
     def note_changes(self) -> None:
-        """Note the changes of a resumed run, and its whole config, after earlier ones."""
+        """Add the changes of a resumed run to the earlier ones, and note its whole config."""
         text = "; ".join(self.description.changes)[:4000]
         if not text or text in self.changes[-1:]:  # noted by a recorder before this one
             return
@@ -45,8 +45,8 @@ class Described:
 
 
 class RunNote:
-    """Writes a run's run.json. key: identifies the run before MLflow has given it an id; None for runs of versions
-    without keys. is_complete: whether the file has MLflow's id too."""
+    """Writes a run's run.json. key: identifies the run before MLflow has given it an ID; None for runs of versions that
+    had no keys. is_complete: whether the file already contains MLflow's ID."""
 
     def __init__(self, description: RunDescription) -> None:
         self.description = description
@@ -55,7 +55,7 @@ class RunNote:
         self.is_complete = False
 
     def write(self, store: RunStore | None) -> None:
-        """Write the file to the local folder and the run's own. store: the run in MLflow, once it exists. Raises
+        """Write the file to the local folder and to the run's own. store: the run in MLflow, once it exists. Raises
         OSError."""
         d = self.description
         about = {
@@ -74,7 +74,7 @@ class RunNote:
         self.is_complete = store is not None
 
     def try_to_write(self, store: RunStore | None) -> None:
-        """Write the file, unless its location is temporarily unreachable: without a bucket there is no checkpoint
+        """Write the file, unless its location is temporarily unreachable: without the bucket there is no checkpoint
         either."""
         with contextlib.suppress(OSError):
             self.write(store)

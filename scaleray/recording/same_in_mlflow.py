@@ -1,7 +1,8 @@
-"""Compare the files of a folder with MLflow's copy: a training's record and alerts, a study with its points, a
-certificate. Each function returns None if MLflow cannot be reached, or has no copy.
+"""Compare the files of a folder with MLflow's copy: a training's record and alerts, a study with its points, or a
+certificate. Each function returns None if MLflow cannot be reached or has no copy.
 
-MLflow is the reader's, never the one that the record names: a changed record could name another store."""
+The MLflow used is always the reader's, never the one named in the record, since a changed record could name another
+store."""
 
 import contextlib
 import hashlib
@@ -28,8 +29,8 @@ def differences_from_mlflow(
     record: RunRecord, *, alerts: Sequence[str] | None = None, uri: str | None = None
 ) -> list[str] | None:
     """Keys in which a training's record differs from MLflow's copy or from the last values of MLflow's metrics, alerts
-    that only MLflow has, and a mark as invalid there. alerts: names in its alerts.jsonl; None: there is no such file.
-    uri: MLflow's; None: scaleray's own."""
+    that only MLflow has, and a mark there that the run is invalid. alerts: names in its alerts.jsonl; None if there is
+    no such file. uri: tracking URI; None for scaleray's own."""
 
     def differing(client: Any) -> list[str]:
         stored = client.get_run(record.run_id)
@@ -63,8 +64,8 @@ def study_differences(study: StudyRecord, *, uri: str | None = None) -> list[str
 
 
 def certificate_differences(run_id: str, sha256: str, *, uri: str | None = None) -> list[str] | None:
-    """Difference of a certificate.json with this SHA-256 from the one that `scaleray verify` recorded, and a mark as
-    invalid there, as text."""
+    """Text about how a certificate.json with this SHA-256 differs from the one that `scaleray verify` recorded, and
+    about a mark there that the run is invalid."""
 
     def differing(client: Any) -> list[str]:
         stored = client.get_run(run_id)
@@ -92,21 +93,21 @@ def _kept(client: Any, run_id: str, name: str) -> bytes:
 
 
 def _withdrawn(run: Any) -> list[str]:
-    """Text on a run that was deleted in MLflow or marked as invalid there; empty for any other."""
+    """Text about a run that was deleted in MLflow or marked as invalid there; empty for any other run."""
     tags = run.data.tags
     found = ["it was deleted"] if run.info.lifecycle_stage == "deleted" else []
     return found + ([f"it is invalid there: {tags[INVALID]}"] if INVALID in tags else [])
 
 
 def _other_keys(record: JsonRecord, kept: bytes) -> list[str]:
-    """Keys that differ between the two sides, both read by this version."""
+    """Keys that differ between two records, both read by this version."""
     mine, theirs = (dict(leaves(one.to_dict())) for one in (record, type(record).from_json(kept)))
     missing = object()
     return [key for key in sorted({*mine, *theirs}) if mine.get(key, missing) != theirs.get(key, missing)]
 
 
 def _of_point(client: Any, at: CurvePoint) -> Iterator[str]:
-    """Differences of a point in MLflow. Raises an error if it is not there."""
+    """Differences of a point from its copy in MLflow. Raises an error if it is not there."""
     run = client.get_run(at.point.run_id)
     tags, metrics = run.data.tags, run.data.metrics
     yield from _withdrawn(run)

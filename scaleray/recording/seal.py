@@ -1,7 +1,7 @@
 """The SHA-256 of measurements, stored next to them, which reveals a later change of a number.
 
 MLflow lets every user with access log another value of a metric, and shows the last one. A seal covers the params and
-last metric values of one run, as written together; it is not a signature."""
+last metric values of one run, as they were written together. It is not a signature."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from scaleray.records.experiment import SEAL
 MEASURED, RELATIVE = f"{SEAL}measured", f"{SEAL}relative"
 """Tags of a point: seals of its measurements, and of its values relative to the base of its curve."""
 OF_CURVE = (names.POINT_SPEEDUP.name, names.POINT_EFFICIENCY.name)
-"""Metrics that are known only once the curve is, after the point."""
+"""Metrics that are known only after the point, when the curve is complete."""
 
 
 def seals(points: Iterable[Point], params: Mapping[str, Any]) -> dict[str, str]:
@@ -34,7 +34,7 @@ def seal(metrics: Mapping[str, float], params: Mapping[str, Any]) -> str:
 
 
 def last_values(points: Iterable[Point]) -> dict[str, float]:
-    """The value of each metric that MLflow shows: the last one at the largest step."""
+    """The value that MLflow shows of each metric: the last one at the largest step."""
     found: dict[str, tuple[int, float]] = {}
     for name, value, _, step in points:
         if name not in found or step >= found[name][0]:
@@ -43,7 +43,7 @@ def last_values(points: Iterable[Point]) -> dict[str, float]:
 
 
 def problem_of(tags: Mapping[str, str], params: Mapping[str, str], metrics: Mapping[str, float]) -> str | None:
-    """Difference of a run's numbers from the sealed ones; None if there is none, or they were never sealed."""
+    """Difference between a run's numbers and the sealed ones; None if there is none, or if they were never sealed."""
     if MEASURED in tags and tags[MEASURED] != seal(metrics, params):
         return "its params or metrics are not those that were measured"
     relative = {name: value for name, value in metrics.items() if name in OF_CURVE}

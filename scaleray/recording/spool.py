@@ -16,11 +16,12 @@ from scaleray.records.chart_points import Point
 from scaleray.records.mlflow_operations import EndRun, LogMetrics, Operation, pieces_of, shown, to_json
 
 REFUSED = "refused.jsonl"
-"""File of operations that MLflow refused for their content, in the form of unsent.jsonl."""
+"""File of operations whose content MLflow refused, in the format of unsent.jsonl."""
 
 
 class Spool(Outbox[Operation]):
-    """Outbox of a run, with a file. say: receives sentences about MLflow's absence. where: returns the run's progress.
+    """Outbox of a run, backed by a file. say: receives sentences about MLflow's absence. where: returns the run's
+    progress.
 
     store: the run in MLflow, once it exists. problem: reason why the file lacks stored operations."""
 
@@ -40,9 +41,9 @@ class Spool(Outbox[Operation]):
         return str(self.path) if self.path.exists() else None
 
     def take_over(self, folder: str | None, known: dict[str, int]) -> None:
-        """Take over the interrupted process's unsent operations. folder: another place of its file.
+        """Take over the unsent operations of the interrupted process. folder: another location of its file.
 
-        known: the newest step of each metric in MLflow; updated with the stored operations."""
+        known: newest step of each metric in MLflow, updated with the stored operations."""
         if not self.path.exists() and folder:
             with contextlib.suppress(OSError):
                 write_whole(self.path, Store(folder).read(self.path.name))
@@ -66,12 +67,12 @@ class Spool(Outbox[Operation]):
         self._write_file()
 
     def points(self) -> list[Point]:
-        """Stored points."""
+        """Points among the stored operations."""
         return [point for operation in self._kept if isinstance(operation, LogMetrics) for point in operation.points]
 
     def _set_aside(self, operation: Operation, refusal: Exception) -> bool:
-        """Move an operation whose content MLflow refuses to a separate file, with the reason; of several values in one
-        operation, the others are sent."""
+        """Move an operation whose content MLflow refuses to a separate file, with the reason. If only some of its
+        values are refused, the others are sent."""
         if not is_refusal_of_content(refusal):
             return False
         if len(pieces := pieces_of(operation)) > 1:
@@ -111,7 +112,7 @@ class Spool(Outbox[Operation]):
             self._write_file()
 
     def _write_file(self) -> None:
-        """Write all operations that MLflow lacks to the file; on a full disk, later."""
+        """Write all operations that MLflow lacks to the file; on a full disk, try again later."""
         try:
             if self._kept:
                 self._rewrite()

@@ -27,24 +27,24 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 T = TypeVar("T")
 UI_ADDRESS = "http://127.0.0.1:5000"
 ANSWER_S = 5.0
-"""Seconds to wait for a server's answer when looking for the reason of a failure."""
+"""Seconds to wait for a server's answer when determining the reason for a failure."""
 REDIRECTS = (301, 302, 303, 307, 308)
 PAUSE_S = 1.0
-"""Seconds before another request to a server that gave no answer."""
+"""Seconds to wait before another request to a server that gave no answer."""
 KEY_TAG = "scaleray.key"
-"""Tag that identifies a run before MLflow has given it an id."""
+"""Tag that identifies a run before MLflow has given it an ID."""
 LONGEST_PARAM = 6000  # MLflow cuts longer values without a word; the whole config is an artifact
 
 
 def uri_of_environment() -> str | None:
-    """Tracking URI of the environment: SCALERAY_TRACKING__URI, as a config reads it, or MLFLOW_TRACKING_URI."""
+    """Tracking URI from the environment: SCALERAY_TRACKING__URI, as for a config, or MLFLOW_TRACKING_URI."""
     return os.environ.get("SCALERAY_TRACKING__URI") or os.environ.get("MLFLOW_TRACKING_URI")
 
 
 def resolve_uri(uri: str | None) -> str:
-    """The tracking URI to use, always absolute: the given one (an option, or a config's `tracking.uri`), that of the
-    environment, or an SQLite file in ~/scaleray. A saved one, without its password, is replaced by the environment's if
-    they differ only by the password. Raises TrackingError."""
+    """Tracking URI to use, always absolute: the given one (an option, or a config's `tracking.uri`), that of the
+    environment, or an SQLite file in ~/scaleray. A saved URI, which lacks its password, is replaced by the
+    environment's if only the password differs. Raises TrackingError."""
     if uri is not None and HIDDEN in uri:
         uri = _with_its_password(uri)
     uri = uri or uri_of_environment() or _file_at_home()
@@ -62,7 +62,7 @@ def resolve_uri(uri: str | None) -> str:
 
 
 def _file_at_home() -> str:
-    """URI of the SQLite file in ~/scaleray. Raises TrackingError for a home that several machines share."""
+    """URI of the SQLite file in ~/scaleray. Raises TrackingError for a home directory that several machines share."""
     file = Path.home() / "scaleray" / "mlflow.db"
     if kind := shared_filesystem(file):
         raise TrackingError.problem(
@@ -74,8 +74,9 @@ def _file_at_home() -> str:
 
 
 def named_or_in_use(recorded: object, uri: str | None) -> str | None:
-    """Address of MLflow for a file that names one: the one that the user gave, or the one in use if it is the same;
-    None for another. A foreign file must not decide which server gets credentials, or which database gets tables."""
+    """Address of MLflow for a file that names one: the one given by the user, or the one in use if it is the same;
+    otherwise None. A foreign file must not decide which server receives credentials, or which database is given tables.
+    """
     in_use = resolve_uri(uri)
     return in_use if uri is not None or without_password(in_use) == recorded else None
 
@@ -89,7 +90,7 @@ def _with_its_password(saved: str) -> str:
 
 
 def check_reachable(uri: str, *, timeout_s: float = 5.0) -> None:
-    """Raise TrackingError early if the store cannot be used. Does not import mlflow for a file."""
+    """Raise TrackingError early if the store cannot be used. For a file, mlflow is not imported."""
     if uri.startswith("sqlite:///"):
         path = sqlite_path(uri)
         try:
@@ -106,7 +107,7 @@ def check_reachable(uri: str, *, timeout_s: float = 5.0) -> None:
 
 
 def _tried_again(make: Callable[[], T]) -> T:
-    """The result of `make`, which is retried once after an error, since an answer may be lost."""
+    """Result of `make`, called once more after an error, since an answer may have been lost."""
     try:
         return make()
     except TrackingError:
@@ -135,8 +136,8 @@ def _ask(uri: str) -> None:
 
 
 def _redirect(uri: str) -> str:
-    """Target of a server's redirection, up to the path; "" if there is none. MLflow's client follows it, so its error
-    is about the other server."""
+    """Target of a server's redirect, up to the path; "" if there is none. MLflow's client follows redirects, so its
+    error would be about the other server."""
     scheme, _, address = uri.partition("://")
     place = address.rpartition("@")[2].rstrip("/")
     try:
@@ -148,7 +149,7 @@ def _redirect(uri: str) -> str:
 
 
 def _reason(exc: BaseException, uri: str) -> str:
-    """The first line of the innermost cause, without the user part of the address."""
+    """First line of the innermost cause, with the user part of addresses removed."""
     while (cause := exc.__cause__ or exc.__context__) is not None:
         exc = cause
     user, at, _ = uri.partition("://")[2].rpartition("@")
@@ -184,7 +185,7 @@ def run_link(uri: str, experiment_id: str, run_id: str) -> str:
 
 
 def experiment_link(uri: str, experiment_id: str) -> str:
-    """Address of the experiment's runs; without the parameter MLflow opens an empty GenAI page."""
+    """Address of the experiment's runs; without the parameter, MLflow opens an empty GenAI page."""
     return f"{_ui(uri)}/#/experiments/{experiment_id}/runs?workflowType=machine_learning"
 
 
@@ -193,12 +194,12 @@ def _ui(uri: str) -> str:
 
 
 class RunStore:
-    """One MLflow run, opened or created. Every write is one `Operation`; errors of the server are raised unchanged."""
+    """One MLflow run, opened or created. Every write is one `Operation`; the server's errors are raised unchanged."""
 
     def __init__(self, uri: str, run_id: str, experiment_id: str) -> None:
         self.uri, self.run_id, self.experiment_id = uri, run_id, experiment_id
         self.status_before: str | None = None
-        """Status of a reopened run before it was reopened."""
+        """Status that a reopened run had before."""
         self.is_new = False
         """Whether the run is new, and so has no data yet."""
         self.client = open_client(uri)
@@ -214,11 +215,11 @@ class RunStore:
         started_at: float | None = None,
         key: str | None = None,
     ) -> Self:
-        """A new run, RUNNING, since `started_at` (wall clock in s; None is now). Creates the database and the
-        experiment if they do not exist. Raises TrackingError.
+        """Create a run with status RUNNING since `started_at` (wall clock in s; None is now). Creates the database and
+        the experiment if they do not exist. Raises TrackingError.
 
-        key: permanent name of this run: only one run has it, even if a process was killed in between or an answer of
-        the server was lost. None: a new one."""
+        key: permanent name, which only this run has, even if a process was killed in between or an answer of the server
+        was lost. None makes a new one."""
         key = key or secrets.token_hex(8)
 
         def made() -> tuple[Any, bool, str]:
@@ -269,7 +270,7 @@ class RunStore:
 
     @classmethod
     def reopen(cls, uri: str, run_id: str, experiment_id: str) -> Self:
-        """An interrupted run, set to RUNNING again. Raises TrackingError if it cannot be continued."""
+        """Reopen an interrupted run and set it to RUNNING again. Raises TrackingError if it cannot be continued."""
         try:
             store = cls(uri, run_id, experiment_id)
             info = store.client.get_run(run_id).info
@@ -289,7 +290,7 @@ class RunStore:
         return store
 
     def send(self, operation: Operation) -> None:
-        """Write one operation. Safe to repeat: metric points not above the last stored step are left out on replay."""
+        """Write one operation. Safe to repeat: on replay, metric points up to the last stored step are left out."""
         from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 
         if isinstance(operation, LogMetrics):
@@ -322,8 +323,8 @@ class RunStore:
             self.client.set_terminated(self.run_id, operation.status, operation.end_time)
 
     def _upload(self, operation: LogArtifact) -> None:
-        """Send a file. A server that stores artifacts itself is then asked for it, since MLflow's client does not treat
-        an empty answer as an error. Raises TrackingError."""
+        """Upload a file, and check that a server that stores artifacts itself has it, since MLflow's client does not
+        treat an empty answer as an error. Raises TrackingError."""
         self.client.log_artifact(self.run_id, operation.path, operation.folder)
         if self.uri.startswith("http") and self.client.get_run(self.run_id).info.artifact_uri.startswith("mlflow-"):
             names = {Path(file.path).name for file in self.client.list_artifacts(self.run_id, operation.folder)}
@@ -333,7 +334,7 @@ class RunStore:
                 )
 
     def remove_twins(self, key: str) -> None:
-        """Delete other runs with this key: a request that MLflow's client gave up and repeated may have created one
+        """Delete other runs with this key. A request that MLflow's client abandoned and repeated may have created one
         later."""
         for run in _with_key(self.client, self.experiment_id, key):
             if run.info.run_id != self.run_id:
@@ -361,8 +362,8 @@ class RunStore:
 
 
 def _made_once(client: Any, experiment_id: str, key: str, make: Callable[[], Any]) -> tuple[Any, bool]:
-    """The one run with this key, and whether it is new rather than from an earlier try. Of several, which a lost answer
-    can leave, the fullest stays."""
+    """The only run with this key, and whether it is new rather than from an earlier attempt. If a lost answer has left
+    several, the one with the most data stays."""
     found = _with_key(client, experiment_id, key)
     is_new = not found
     if is_new:
@@ -391,7 +392,7 @@ def mark_left_running(
 ) -> bool:
     """Mark the run with this key as ended if MLflow has it as RUNNING. Returns whether it did. Raises MLflow's errors.
 
-    experiment: its name, if experiment_id is unknown."""
+    experiment: name of the experiment, if experiment_id is unknown."""
     client = open_client(uri)
     if experiment_id is None:
         found = client.get_experiment_by_name(experiment)
@@ -405,7 +406,7 @@ def mark_left_running(
 
 
 def open_client(uri: str) -> Any:
-    """MLflow's client, for an existing database or a server."""
+    """MLflow's client for an existing database or a server."""
     # a server that is away must cost seconds, not the minutes of MLflow's default retries
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
@@ -421,8 +422,8 @@ def open_client(uri: str) -> Any:
 
 
 def _refuse_empty_answers() -> None:
-    """Treat an empty answer of MLflow's API as an error: a proxy sends it if its server is away, and MLflow's client
-    reads it as `{}`, that is, success.
+    """Treat an empty answer from MLflow's API as an error. A proxy sends it if the server behind it is down, and
+    MLflow's client reads it as `{}`, that is, success.
 
     Source: `mlflow.utils.rest_utils.verify_rest_response` of MLflow 3.17, which has this check for another service."""
     if not EMPTY_ANSWERS.is_used():
@@ -445,8 +446,8 @@ def _refuse_empty_answers() -> None:
 
 @contextlib.contextmanager
 def _first_use_lock(uri: str) -> Iterator[None]:
-    """Lock for the first use of an SQLite file: two processes that migrate one new file at once corrupt it, so one goes
-    first."""
+    """Lock for the first use of an SQLite file. Two processes that migrate a new file at the same time corrupt it, so
+    one must wait."""
     if not uri.startswith("sqlite:///"):
         yield
         return

@@ -1,7 +1,7 @@
-"""The MLflow run of a study or a sweep, with a child for each point or trial. Used by the driver alone.
+"""The MLflow run of a study or sweep, with a child for each point or trial. Used only by the driver.
 
 A thread (`Writer`) does the writing, so a sweep never waits for MLflow; points that the server rejects wait in memory.
-The record on disk holds everything that is written here: `send_record` can send it again later."""
+The record on disk contains everything that is written here, and `send_record` can send it again later."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ LONGEST_TAG, LONGEST_NOTE = 5000, 8000
 
 
 def description(record: StudyRecord | SweepRecord) -> str:
-    """The result in Markdown, for the run's page, which shows its first lines: the headline, the sentences, then the
+    """The result in Markdown for the run's page, which shows the first lines: the headline, the sentences, then the
     tables."""
     tables = study_tables(record, is_brief=True) if isinstance(record, StudyRecord) else [sweep_table(record)]
     headline = study_headline(record) if isinstance(record, StudyRecord) else sweep_headline(record)
@@ -76,7 +76,7 @@ def description(record: StudyRecord | SweepRecord) -> str:
 
 
 def closing_tags(record: StudyRecord | SweepRecord) -> dict[str, str]:
-    """Tags of the run of a finished study or sweep: description, verdict, and how to repeat it."""
+    """Tags for the run of a finished study or sweep: description, verdict, and how to repeat it."""
     verdicts = [c.verdict for c in record.curves if c.verdict] if isinstance(record, StudyRecord) else record.words
     return {
         "mlflow.note.content": description(record)[:LONGEST_NOTE],
@@ -90,19 +90,18 @@ def closing_tags(record: StudyRecord | SweepRecord) -> dict[str, str]:
 Kind = Literal["scaling-study", "sweep"]
 CHILD_KIND = {"scaling-study": "scaling-point", "sweep": "trial"}
 LONGEST_WAIT_S = 300.0
-"""Longest time for the thread to finish writing at the end."""
+"""Maximum seconds for the thread to finish writing at the end."""
 Record = TypeVar("Record", StudyRecord, SweepRecord)
 
 
 def key_of(name: str, started_at: float) -> str:
-    """The key of a run in MLflow: a run killed before it could store its id is continued under the same name and
-    start."""
+    """Key of a run in MLflow. A run killed before it could store its ID is continued under the same name and start."""
     return hashlib.sha256(f"{name} {started_at}".encode()).hexdigest()[:16]
 
 
 class ParentRun:
-    """The MLflow run of a study or sweep: open it, log points or trials as they end, then `identify` and `finish` the
-    record."""
+    """The MLflow run of a study or sweep: open it, log points or trials as they finish, then `identify` and `finish`
+    the record."""
 
     def __init__(self, store: StudyStore, kind: Kind, name: str) -> None:
         self.kind, self.name = kind, name
@@ -126,9 +125,9 @@ class ParentRun:
         continue_run_id: str | None = None,
         started_at: float | None = None,
     ) -> ParentRun:
-        """A new run, or that of an interrupted study, whose points and trials are then not written again.
+        """Open a new run, or that of an interrupted study, whose points and trials are then not written again.
 
-        tracking_uri: None is scaleray's own database. config: nested; it becomes params with dotted names. datasets:
+        tracking_uri: None for scaleray's own database. config: nested; it becomes params with dotted names. datasets:
         arguments of `LogDataset`, one for each split. Raises TrackingError if MLflow cannot be used; later calls never
         do."""
         uri = resolve_uri(tracking_uri)
@@ -171,7 +170,7 @@ class ParentRun:
 
     @property
     def link(self) -> str:
-        """Address of this study's or sweep's charts, which also exist while it runs."""
+        """Address of the charts of this study or sweep, which are available while it runs."""
         return saved_views.link(self._store.uri, self.experiment_id, self._view_key)
 
     @property
@@ -219,10 +218,10 @@ class ParentRun:
             )
 
     def identify(self, record: Record, *, timeout_s: float = LONGEST_WAIT_S) -> Record:
-        """The record with its location in MLflow, for its file: link and run ids, "" for parts that MLflow has not
-        accepted.
+        """The record with its location in MLflow, for its file: link and run IDs, which are "" for parts that MLflow
+        has not accepted.
 
-        Waits until everything logged is written, or MLflow refuses. Never raises."""
+        Waits until everything logged is written or MLflow refuses it. Never raises."""
         self._try_all(timeout_s)
         known = dict(self._store.children)
         found = dataclasses.replace(
@@ -255,11 +254,11 @@ class ParentRun:
         ended_at: float | None = None,
         timeout_s: float = LONGEST_WAIT_S,
     ) -> str | None:
-        """End the run with its curves, tables, chart page and files; return the parts that MLflow lacks as text, or
-        None.
+        """End the run with its curves, tables, chart page and files. Returns a text about the parts that MLflow lacks,
+        or None.
 
         record: None for a study that failed before it had one. status: `FINISHED`, `FAILED` or `KILLED`. files: local
-        files, or folders uploaded as such. ended_at: wall clock in s; None: now. Never raises."""
+        files, or folders, which are uploaded as folders. ended_at: wall clock in s; None is now. Never raises."""
         if record is not None:
             with self._whatever_fails():
                 self._write_conclusions(record)
@@ -316,7 +315,7 @@ class ParentRun:
 
     @contextlib.contextmanager
     def _whatever_fails(self) -> Iterator[None]:
-        """Context for code that only observes a study: its failure counts as a write that MLflow lacks."""
+        """Context for code that only observes a study. A failure in it counts as a write that MLflow lacks."""
         try:
             yield
         except Exception as exc:
@@ -332,16 +331,16 @@ class ParentRun:
         self._outbox.send_kept()
 
     def _try_all(self, timeout_s: float) -> None:
-        """Return once nothing waits any more, or a last try of the waiting operations has failed."""
+        """Return once nothing is waiting any more, or a last attempt to send the waiting operations has failed."""
         self._outbox.retry_now()
         self._writer.wait_until_written(timeout_s=timeout_s)
 
 
 def send_record(path: str | Path, *, uri: str | None = None) -> str | None:
-    """Send a study's or sweep's record.json to the MLflow run that it names; existing parts are left unchanged.
+    """Send the record.json of a study or sweep to the MLflow run that it names. Existing parts are left unchanged.
 
-    uri: of MLflow; None: the one in use, if the record names it. Returns the parts that MLflow still lacks, as text.
-    Raises TrackingError if the run cannot be opened."""
+    uri: tracking URI; None for the one in use, if the record names it. Returns a text about the parts that MLflow still
+    lacks. Raises TrackingError if the run cannot be opened."""
     try:
         record = record_of(Path(path).read_bytes(), where=str(path))
     except OSError as exc:

@@ -1,4 +1,4 @@
-"""The MLflow run of a study or a sweep, with a child for each point or trial, and the writes to it."""
+"""Writes to the MLflow run of a study or sweep, which has a child for each point or trial."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,15 +19,15 @@ from scaleray.records.mlflow_operations import (
 )
 
 CHILD_TAG = "scaleray.child"
-"""Tag of a child that identifies its parent's point or trial."""
+"""Tag of a child that identifies its point or trial of the parent."""
 
 
 class ChangedPoint(ValueError):
-    """A measured point would be overwritten with other numbers, and MLflow would show the later ones."""
+    """A point was measured with other numbers; overwriting it would make MLflow show the later ones."""
 
 
 class StudyStore(RunStore):
-    """The parent's run. children: id of each child's run by key, once it is written."""
+    """The parent's run. children: ID of each child's run by key, once it has been written."""
 
     def __init__(self, uri: str, run_id: str, experiment_id: str) -> None:
         super().__init__(uri, run_id, experiment_id)
@@ -60,7 +60,7 @@ class StudyStore(RunStore):
             super().send(operation.after(self._known) if isinstance(operation, LogMetrics) else operation)
 
     def _write_child(self, child: LogChild) -> None:
-        """Write a child as a run, one batch and its end: three writes for up to 1000 evaluations."""
+        """Write a child as a run, one batch and its end, which takes three writes for up to 1000 evaluations."""
         key = child.key
         run_id = self._begun.get(key)  # made by a try that failed afterwards
         if run_id is None:
@@ -88,7 +88,7 @@ class StudyStore(RunStore):
         self._known = self.last_steps()
 
     def _find_children(self, key: str | None = None) -> Iterator[Any]:
-        """Children in MLflow: all, or those with one name."""
+        """Children in MLflow: all of them, or those with one name."""
         query = f"tags.`mlflow.parentRunId` = '{self.run_id}'" + (f" and tags.`{CHILD_TAG}` = '{key}'" if key else "")
         token = None
         while True:

@@ -1,7 +1,7 @@
-"""Points, trials and the curves over them in MLflow: names, steps, params and tags.
+"""Names, steps, params and tags of points, trials and their curves in MLflow.
 
-Curves are on the parent, with the number of workers or the batch size as step, so that MLflow's own charts draw them;
-single values are on the children under separate names, since they would otherwise be stray dots at step 0 of the
+Curves are on the parent, with the number of workers or the batch size as the step, so that MLflow's own charts draw
+them. Single values are on the children under separate names, since they would otherwise be stray dots at step 0 of the
 curves."""
 
 import math
@@ -21,11 +21,11 @@ Value = tuple[str, float, int, float]
 """(metric, value, step, wall clock in seconds since 1970)."""
 
 MOST_CURVE_POINTS = 200
-"""Largest number of points of one curve in MLflow; the record has all."""
+"""Maximum number of points of one curve in MLflow; the record has all of them."""
 
 
 def as_points(values: Iterable[Value]) -> list[chart_points.Point]:
-    """The values in MLflow's form."""
+    """Convert the values to MLflow's form."""
     return [(name, value, chart_points.in_ms(at), step) for name, value, step, at in values]
 
 
@@ -69,7 +69,7 @@ def trial_params(trial: Trial) -> dict[str, Any]:
 
 
 def point_values(point: Point) -> list[Value]:
-    """A point's single values at step 0, and its training to the target and its noise with the number of samples as
+    """Single values of a point at step 0. Its training to the target and its noise have the number of samples as the
     step."""
     at = point.measured_at
     hours = None if point.reused_from else point.workers * point_duration_s(point) / 3600
@@ -85,12 +85,12 @@ def point_values(point: Point) -> list[Value]:
 
 
 def point_duration_s(point: Point) -> float:
-    """Seconds that measuring a point took, as far as known: those of its repeats."""
+    """Seconds that measuring a point took, as far as they are known: those of its repeats."""
     return sum(map(sum, point.turns))
 
 
 def trial_values(trial: Trial, *, ended_at: float) -> list[Value]:
-    """A trial's single values at step 0, and its metric with the number of samples as step.
+    """Single values of a trial at step 0. Its metric has the number of samples as the step.
 
     ended_at: wall clock in s."""
     set_before = [
@@ -105,7 +105,7 @@ def trial_values(trial: Trial, *, ended_at: float) -> list[Value]:
 
 
 def trial_duration_s(trial: Trial) -> float:
-    """Seconds from a trial's first worker to its end; only those of its steps if no more is known."""
+    """Seconds from a trial's first worker to its end; if these are unknown, only those of its steps."""
     return trial.total_time_s or trial.training_time_s
 
 
@@ -117,16 +117,16 @@ def relative_values(at: CurvePoint) -> list[Value]:
 def curve_values(
     metric: str, curve: Sequence[tuple[int, float, float]], recorded_at: Sequence[float], *, began_at: float
 ) -> list[Value]:
-    """Evaluations with samples as steps, at most MOST_CURVE_POINTS of them, the first and the last among these.
+    """Evaluations with the number of samples as the step: at most MOST_CURVE_POINTS, including the first and the last.
 
-    recorded_at: time of each; if unknown, as in older records, it is `began_at` plus the seconds of training."""
+    recorded_at: time of each evaluation; if unknown, as in older records, `began_at` plus the seconds of training."""
     times = recorded_at if len(recorded_at) == len(curve) else [began_at + seconds for _, seconds, _ in curve]
     name, few = safe_name(metric), thinned(list(zip(curve, times, strict=True)), MOST_CURVE_POINTS)
     return [(name, float(value), samples, at) for (samples, _, value), at in few if math.isfinite(value)]
 
 
 def record_values(record: StudyRecord | SweepRecord) -> list[Value]:
-    """The curves of the parent. Values decided by several points or trials have the last one's end time."""
+    """The parent's curves. A value determined by several points or trials gets the end time of the last one."""
     cost = [(name, value, 0, end_of(record)) for name, value in _cost(record).items()]
     if isinstance(record, StudyRecord):
         return [*_finite(_study_values(record)), *cost]
@@ -134,7 +134,7 @@ def record_values(record: StudyRecord | SweepRecord) -> list[Value]:
 
 
 def _cost(record: StudyRecord | SweepRecord) -> dict[str, float]:
-    """Cost of a study or sweep: a study occupies all its workers from beginning to end."""
+    """Cost of a study or sweep. A study occupies all its workers from beginning to end."""
     if isinstance(record, StudyRecord):
         workers = max((at.point.workers for curve in record.curves for at in curve.points), default=0)
         return cost_of(workers * record.duration_s, price_per_worker_hour=record.price_per_worker_hour)
@@ -144,13 +144,13 @@ def _cost(record: StudyRecord | SweepRecord) -> dict[str, float]:
 
 
 def end_of(record: StudyRecord | SweepRecord) -> float:
-    """Wall clock of a record's end, in seconds since 1970; a continued sweep took longer than its last part."""
+    """Wall clock at the end of a record, in seconds since 1970; a continued sweep took longer than its last part."""
     trials = record.trials if isinstance(record, SweepRecord) else []
     return max([record.started_at + record.duration_s, *(t.ended_at for t in trials if t.ended_at is not None)])
 
 
 def safe_name(text: str) -> str:
-    """The text with only the characters that MLflow accepts in a name of a metric or param."""
+    """The text, restricted to characters that MLflow accepts in the name of a metric or param."""
     return re.sub(r"[^\w\-./: ]", "_", text).lstrip("/.")[:250] or "_"
 
 

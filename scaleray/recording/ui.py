@@ -16,11 +16,11 @@ from scaleray.recording import store
 
 @names_what_is_missing
 def tracking_ui(*, uri: str | None = None, port: int = 5000) -> int:
-    """Serve MLflow's pages for runs in a database file, on 127.0.0.1 only, until it is interrupted by Ctrl-C, SIGTERM
-    or a closed terminal; returns the exit code.
+    """Serve MLflow's pages for runs in a database file, only on 127.0.0.1, until interrupted by Ctrl-C, SIGTERM or a
+    closed terminal. Returns the exit code.
 
-    uri: tracking URI; None: the one that trainings use. port: 0 chooses a free one. Raises TrackingError if the port is
-    taken or the URI is a server."""
+    uri: tracking URI; None for the one that trainings use. port: 0 chooses a free one. Raises TrackingError if the port
+    is taken or the URI is a server."""
     uri = store.resolve_uri(uri)
     shown = store.without_password(uri)
     if uri.startswith("http"):

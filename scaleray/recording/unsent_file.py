@@ -1,4 +1,4 @@
-"""unsent.jsonl: the run's location on the first line, then one unsent operation per line."""
+"""unsent.jsonl: the run's location on the first line, followed by one unsent operation per line."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,8 +10,9 @@ from scaleray.records.mlflow_operations import Operation, from_json
 
 @dataclass(frozen=True)
 class Unsent:
-    """Content of an unsent file. head: None when it cannot be read. num_damaged: lines, including the head, that cannot
-    be sent. is_cut: whether the last line has no end, as after a kill; it does not count as damaged."""
+    """Content of an unsent file. head: the first line, None if it cannot be read. num_damaged: number of lines,
+    including the head, that cannot be sent. is_cut: whether the last line is incomplete, as after a kill; it does not
+    count as damaged."""
 
     head: dict[str, str] | None
     operations: list[Operation]

@@ -1,4 +1,4 @@
-"""The thread that writes a run: it processes its queue in order, and no producer waits for it."""
+"""Thread that writes a run. It processes its queue in order, and no producer waits for it."""
 
 import math
 import queue
@@ -14,21 +14,21 @@ from scaleray.recording.outbox import Outbox
 
 FLUSH_S = 1.0
 MOST_PAUSES = 10
-"""Longest pause between two writes, in FLUSH_S: the points wait for it."""
+"""Longest pause between two writes, as a multiple of FLUSH_S; points have to wait for it."""
 FLUSH_SHARE = 0.005
-"""Share of the time for writes, which take the cores of the training: a batch of points takes MLflow 20 to 40 ms."""
+"""Maximum share of time for writes, which use the training's cores: MLflow takes 20 to 40 ms per batch of points."""
 STALLED_S = 1800.0
-"""Seconds for one write to MLflow, which may be the upload of a large model; every other request has its own time
-limit."""
+"""Time limit in seconds for one write to MLflow, such as the upload of a large model; other requests have their own
+limits."""
 
 Item = TypeVar("Item")
 
 
 @dataclass
 class Marker:
-    """Marks a position in the queue: when it is reached, everything before it is written.
+    """Marks a position in the queue. When it is reached, everything before it has been written.
 
-    then: called at that time, unless writing failed. problem: the error of either."""
+    then: called at that time, unless writing failed. problem: the error of writing or of `then`."""
 
     then: Callable[[], str | None] | None = None
     problem: str | None = None
@@ -36,8 +36,8 @@ class Marker:
 
 
 class Writer(Generic[Item]):
-    """Passes items to `take` one at a time, through `guard`, and calls `flush`, which may not raise, every FLUSH_S
-    seconds, and less often if that would take more than FLUSH_SHARE of the time.
+    """Passes items one at a time to `take`, through `guard`, and calls `flush`, which must not raise, every FLUSH_S
+    seconds, or less often if this would take more than FLUSH_SHARE of the time.
 
     flush: writes the items gathered by `take`; returns the error, if any. outbox: used by both."""
 
@@ -66,7 +66,8 @@ class Writer(Generic[Item]):
         self._queue.put(item)
 
     def wait_until_written(self, marker: Marker | None = None, *, timeout_s: float | None = None) -> bool:
-        """Whether everything that has arrived is written or stored. timeout_s: None waits without limit."""
+        """Wait until everything received so far is written or stored; returns whether it is. timeout_s: None waits
+        without limit."""
         marker = marker or Marker()
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._queue.put(marker)
@@ -78,17 +79,17 @@ class Writer(Generic[Item]):
         return True
 
     def close(self) -> None:
-        """End the thread after the items queued so far; waits briefly for it."""
+        """End the thread after the items queued so far, waiting briefly for it."""
         self._queue.put(None)
         self._thread.join(timeout=FLUSH_S)
 
     def abandon(self) -> None:
-        """End the thread after its current item; waiting ones are dropped."""
+        """End the thread after its current item, dropping waiting items."""
         self._is_abandoned = True
         self._queue.put(None)
 
     def _flush_if_due(self) -> None:
-        """Flush if the pause since the last time is over."""
+        """Flush if enough time has passed since the last time."""
         began_at = time.monotonic()
         if began_at - self._flushed_at > self._pause_s:
             self._flush()

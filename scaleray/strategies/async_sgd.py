@@ -42,8 +42,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
 @dataclass(frozen=True)
 class _Update:
-    """This worker's part of a step's update, which is already applied, and the sum over all workers once it has
-    arrived."""
+    """This worker's part of a step's update, already applied, and the sum over all workers once it has arrived."""
 
     own: torch.Tensor
     total: torch.Tensor

@@ -1,5 +1,4 @@
-"""Data parallel training: every rank has the whole model, and gradients are averaged in buckets during the backward
-pass."""
+"""Data parallel training: every rank has the model, and gradients are averaged in buckets during the backward pass."""
 
 import contextlib
 import dataclasses
@@ -45,8 +44,7 @@ def _take_advice() -> None:
     output = parameter * 1
 
     class Catcher(torch.autograd.Function):
-        """Context in which a warning from torch's C++ code becomes a Python warning; outside of it the warning goes to
-        stderr."""
+        """Context in which a warning from torch's C++ code becomes a Python warning; elsewhere it goes to stderr."""
 
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -121,8 +119,7 @@ def _row(wrapped: DistributedDataParallel, operation: str, count: int, num_bytes
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """Wrap the model in DistributedDataParallel over `mesh["dp"]`. Collective: rank 0's parameters and buffers go to
-    all ranks.
+    """Wrap in DistributedDataParallel over `mesh["dp"]`. Collective: rank 0's parameters and buffers go to all ranks.
 
     Source: Li et al. 2020, arXiv:2006.15704. Buffers such as BatchNorm's statistics follow rank 0. With
     `compression.name`, gradients are sent in fewer bytes; clipping follows."""

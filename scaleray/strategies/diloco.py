@@ -1,5 +1,4 @@
-"""DiLoCo: replicas take many steps separately, then an outer optimizer takes one step with the mean of their
-changes."""
+"""DiLoCo: replicas take many steps separately, then an outer optimizer takes one with the mean of their changes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -112,8 +111,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
 
 def fragments(names: Sequence[str], settings: LocalSgdSettings) -> dict[str, int]:
-    """Fragment of each parameter of a whole model. Fragments are runs of successive layers with about equally many
-    parameters."""
+    """Fragment of each parameter of a whole model: successive layers with about equally many parameters."""
     return shared_out(dict.fromkeys(names, 1), settings.fragments)
 
 

@@ -51,8 +51,8 @@ class Sharded:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context in which backward passes leave whole gradients on each worker; the next pass outside of it reduces
-        their sum."""
+        """Context in which backward passes leave whole gradients on each worker; the next pass outside reduces their
+        sum."""
         _wrapped(self.model).set_requires_gradient_sync(False)
         try:
             yield
@@ -64,8 +64,7 @@ class Root(OnModel):
     """Module that runs user code while parameters outside units are whole; units are gathered when they are called.
 
     It has no parameters of its own. torch treats the outermost `fully_shard` module as the root and gathers and
-    completes only in its forward pass. It would do neither for a method or a part of the model that is called on its
-    own."""
+    completes only in its forward pass. It would do neither for a separately called method or part of the model."""
 
     @classmethod
     def over(cls, model: nn.Module, mesh: DeviceMesh) -> Root:
@@ -94,8 +93,7 @@ class Root(OnModel):
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """Shard the model over `mesh`, with one axis `dp`, or `replicate` and `shard` (HSDP). Collective in forward and
-    backward passes.
+    """Shard the model over `mesh`, with one axis `dp`, or `replicate` and `shard` (HSDP). Its passes are collective.
 
     Parameters become DTensors with the same names. Buffers are whole on each worker and follow rank 0 after every step.
     Raises WorkloadError for a model that cannot be sharded, ConfigError for units that do not fit the settings."""
@@ -148,8 +146,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
 @dataclass(frozen=True)
 class DividedExperts:
-    """Experts of a model, divided equally among the workers of a group. mesh: axes over which each worker's experts are
-    sharded."""
+    """Experts of a model, divided equally among the workers of a group. mesh: over which each worker's are sharded."""
 
     modules: list[DivisibleExperts]
     mesh: DeviceMesh
@@ -339,8 +336,7 @@ def mixed_precision(config: RunConfig, dtype: torch.dtype) -> tuple[MixedPrecisi
 
 
 def with_output(policy: MixedPrecisionPolicy, dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Policy for the whole model, which returns its output in the model's own type, since the loss is computed in
-    it."""
+    """Policy for the whole model, whose output has the model's own type, since the loss is computed in it."""
     if policy.param_dtype is None:
         return policy
     return MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, output_dtype=dtype)

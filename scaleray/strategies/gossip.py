@@ -26,8 +26,7 @@ from scaleray.strategies.contract.parallel import Parallel, Tensors
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """In every step, take a local step and then mix with neighbours on `gossip.graph`. Collective between neighbours
-    only.
+    """In every step, step locally and then mix with neighbours on `gossip.graph`. Collective between neighbours only.
 
     Parameters and floating-point buffers are mixed; the optimizer's state is each worker's own. Synchronous: a worker
     waits for the parameters of its neighbours after the same step (D-PSGD, Lian et al. 2017, arXiv:1705.09056, with the
@@ -44,8 +43,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
 @dataclass(frozen=True)
 class _Letter:
-    """Messages from neighbours in one step. Each has the sender's values, concatenated, followed by the weight that
-    they carry."""
+    """Messages from neighbours in one step. Each has the sender's values, concatenated, then their weight."""
 
     received: list[torch.Tensor]
 

@@ -22,8 +22,7 @@ from scaleray.strategies.pipeline import apply as pipeline
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """Take ordinary steps for `local_sgd.warmup_steps`, then local steps, averaged every `sync_every` steps.
-    Collective.
+    """Take ordinary steps for `local_sgd.warmup_steps`, then local ones, averaged every `sync_every` steps. Collective.
 
     With `average_momentum`, the optimizer's state is averaged together with the parameters. With sync_every 1, plain
     SGD and equal counts on all ranks, the training is that of DDP. Replicas have equal weight, so if counts differ (the
@@ -175,7 +174,7 @@ class _Route(nn.Module):
 
 
 def node_group(group: dist.ProcessGroup, config: RunConfig) -> dist.ProcessGroup:
-    """Process group of those ranks of `group` that are on this rank's node. Collective over all processes, like torch's
+    """Process group of the ranks of `group` on this rank's node. Collective over all processes, like torch's
     `new_group`."""
     node_size, timeout = config.local_sgd.node_size, timedelta(seconds=config.scale.collective_timeout_s)
     ranks = dist.get_process_group_ranks(group)

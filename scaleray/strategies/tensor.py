@@ -203,8 +203,7 @@ def _shard(
 
 
 def _replicate_the_rest(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Turn the parameters that the plan left out into whole DTensors, since an update cannot mix these with plain
-    tensors."""
+    """Turn the parameters that the plan left out into whole DTensors, which an update cannot mix with plain ones."""
     for name, module in list(model.named_modules()):
         left = [n for n, p in module.named_parameters(recurse=False) if not isinstance(p, DTensor)]
         if not left:

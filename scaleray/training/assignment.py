@@ -35,8 +35,7 @@ class Assignment:
 
 
 def train_worker(config: dict[str, Any]) -> WorkerSummary | None:
-    """Entry point of one Ray Train worker; `config["task"]` is a reference to an Assignment. Returns None on a
-    spare."""
+    """Entry point of one Ray Train worker; `config["task"]` refers to an Assignment. Returns None on a spare."""
     from scaleray.training.worker import train
 
     return train(config)

@@ -43,8 +43,7 @@ class RunContext(Logger):
 
     @property
     def model(self) -> nn.Module:
-        """The model as `build_model` made it; under strategies that shard it, only this worker's part. See
-        `on_model`."""
+        """Model as `build_model` made it; under strategies that shard it, only this worker's part. See `on_model`."""
         return self._setup.parallel.module
 
     def on_model(self, compute: Callable[[nn.Module], Any]) -> Any:
@@ -67,8 +66,7 @@ class RunContext(Logger):
         return self._place.gathered(value)
 
     def stop(self, reason: str) -> None:
-        """Request the end of the training. Any worker may call this; all workers end after the same step, at most one
-        step later."""
+        """Request the end of the training. Any worker may call this; all end after the same step, at most one later."""
         self._wish = reason
 
     def scale_learning_rate(self, factor: float) -> None:

@@ -207,11 +207,9 @@ def _is_small_filter(packet: Any, args: Any) -> bool:
 
 
 def without_values(model: nn.Module) -> None:
-    """Give a model built on the meta device tensors of the fake mode that claim to be on the CPU. Tied tensors stay
-    tied.
+    """Give a model built on the meta device fake tensors that claim to be on the CPU. Tied tensors stay tied.
 
-    Autocast requires this. torch cannot move the model itself in this mode, because its tensors are referenced
-    elsewhere."""
+    Autocast requires this. torch cannot move the model itself in this mode, as its tensors are referenced elsewhere."""
     made: dict[int, nn.Parameter] = {}
 
     def like(tensor: torch.Tensor) -> torch.Tensor:

@@ -72,8 +72,7 @@ def train(config: dict[str, Any]) -> WorkerSummary | None:
 def _train_in_groups(
     assignment: Assignment, job: TrainJob, context: RankContext, train: Callable[..., WorkerSummary]
 ) -> WorkerSummary | None:
-    """Train as any rank that the coordinator of recoveries assigns. context: this worker's position among workers and
-    spares."""
+    """Train as any rank that the coordinator of recoveries assigns. context: this worker among workers and spares."""
     import ray
 
     from scaleray.training.recovery.member import Group, Member
@@ -128,8 +127,7 @@ def received(task: Any) -> Any:
 
 
 def quieten_ray() -> None:
-    """On a worker, suppress messages of Ray's libraries and torchao that the driver reports better or that are not
-    needed."""
+    """Suppress messages of Ray's libraries and torchao on a worker, if unneeded or better reported by the driver."""
     leave_out_idle_warnings()
     logging.getLogger("ray._private.serialization").setLevel(logging.CRITICAL)  # `received` reports it
     logging.getLogger("ray.data").setLevel(logging.WARNING)
@@ -167,8 +165,8 @@ class Sender:
         self._lock = threading.Lock()  # checkpoints send from a thread of their own
 
     def __call__(self, *messages: WorkerMessage) -> None:
-        """Queue messages, and send the queue if an interval has passed since it was last sent. Without messages, send
-        it now."""
+        """Queue messages, and send the queue if an interval has passed since the last time; without messages, send it
+        now."""
         with self._lock:
             self._buffer += messages
             self._recent += messages
@@ -184,8 +182,7 @@ class Sender:
                 self.publisher.on_message(message)
 
     def recent(self) -> list[WorkerMessage]:
-        """The last messages, including those that may not have arrived and some that the recorder may not have
-        written."""
+        """The last messages, some of which may not have arrived, or not have been written by the recorder."""
         with self._lock:
             self._is_free()
             waiting = [*self._under_way, *self._buffer]

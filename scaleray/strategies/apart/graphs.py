@@ -1,5 +1,5 @@
-"""Gossip graphs (the pairs of workers that average in a step) as mixing matrices, the same on all ranks without
-communication."""
+"""Gossip graphs (the pairs of workers that average in a step) as mixing matrices, equal on all ranks by
+construction."""
 
 import numpy as np
 

@@ -20,8 +20,7 @@ Payload = TypeVar("Payload")
 BESIDE = "exchanges"
 """Name of such a process group in the ledger of collectives."""
 BESIDE_TRAINING = "exchanges during training"
-"""Description of process groups whose operations may be in flight for several steps and therefore have a separate
-timeout."""
+"""Description of process groups whose operations may be in flight for several steps, with a separate timeout."""
 
 
 class Arrival:
@@ -64,8 +63,7 @@ class Arrival:
 class Outstanding(Generic[Payload]):
     """Exchanges in the order in which they began. `take` is called once for each, in that order. most: largest number
     in flight at the end of a step; with 0, each exchange is waited for, and the wait is recorded in `entry`.
-    in_order_of_time: take each as soon as it arrives; otherwise exactly `most` steps late, which makes a run
-    repeatable."""
+    in_order_of_time: take each as soon as it arrives; otherwise exactly `most` steps late, so runs are repeatable."""
 
     def __init__(self, take: Callable[[Payload], None], entry: Entry, *, most: int, in_order_of_time: bool) -> None:
         self._take, self._entry, self._most, self._early = take, entry, most, in_order_of_time
@@ -155,7 +153,7 @@ def always_apart(replicas: Replicas, exchange: Exchange, group: dist.ProcessGrou
 
 
 def group_for_exchanges(group: dist.ProcessGroup, config: RunConfig, *, most: int) -> dist.ProcessGroup:
-    """Process group of the same ranks, for messages in flight alongside the collectives of `group`. Collective over all
+    """Process group of the same ranks, for messages in flight alongside those of `group`. Collective over all
     processes."""
     # an exchange may be under way for as many steps, each of which may take as long
     timeout = timedelta(seconds=config.scale.collective_timeout_s * (1 + most))

@@ -60,8 +60,7 @@ class Replicas:
         self.optimizer = optimizer
 
     def moving(self) -> list[torch.Tensor]:
-        """Tensors that training changes and that have a mean: trained parameters and floating-point buffers. Not
-        collective."""
+        """Changing tensors that have a mean: trained parameters and floating-point buffers. Not collective."""
         return [*self.trained, *(b for b in dense_buffers(self.model) if _has_mean(b))]
 
     def metrics(self) -> Metrics:
@@ -264,8 +263,8 @@ class Replicas:
 
     @staticmethod
     def _add_distance(totals: torch.Tensor, own: torch.Tensor, mean: torch.Tensor, copies: int) -> None:
-        """Add a tensor's squared distance and squared norm to `totals`. copies: number of ranks of a replica that add
-        the same tensor."""
+        """Add a tensor's squared distance and squared norm to `totals`. copies: number of ranks of a replica that do
+        so."""
         totals[0] += (own - mean).abs().double().square().sum() / copies
         totals[1] += mean.abs().double().square().sum() / copies
 
@@ -291,7 +290,7 @@ class Replicas:
         return {key: counts[part] for key, part in mine.items()}
 
     def _buckets(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Lists of tensors of one type, each filling a bucket except the last one of its type, in the same order on all
+        """Lists of tensors of one type, each filling a bucket but for the last of its type, in one order on all
         ranks."""
         open_ones: dict[torch.dtype, list[torch.Tensor]] = {}
         for tensor in tensors:

@@ -47,8 +47,8 @@ class CommunicationThread:
             threading.Thread(target=_serve, args=(self._waiting,), name="scaleray-gradients", daemon=True).start()
 
     def submit(self, work: Work) -> torch.futures.Future[torch.Tensor]:
-        """Run `work` after all earlier work, and return a future of its result. An error of `work` is raised by waiting
-        for the future."""
+        """Run `work` after all earlier work, and return a future of its result. Waiting for it raises errors of
+        `work`."""
         if self.stream is None:
             done: torch.futures.Future = torch.futures.Future()
             self._waiting.put((work, done))
@@ -119,8 +119,7 @@ class Compression:
         self._has_feedback = settings.name == "adaptive" or settings.name not in WITHOUT_FEEDBACK
         self._left = _LeftOver(named) if self._has_feedback else None
         self._keeps_last = config.precision.dtype == "fp16" or config.on_nonfinite == "skip"
-        """Whether training may continue after a skipped step, in which case the residual used by the step must be
-        restored."""
+        """Whether training may continue after a skipped step, so that the residual it used must be restored."""
         self._steps = torch.zeros((), dtype=torch.int64)
         self._layouts: dict[tuple[str, ...], Layout] = {}
         self._choices: dict[tuple[str, ...], str] = {}

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from scaleray.records.profile_record import Places
 
 MOST_PLACES = 16
-"""Maximum number of points watched in a pass. Recording costs the host a few microseconds, so layers between points are
+"""Maximum number of points watched in a pass. Recording costs the host a few microseconds, so layers in between are
 merged."""
 
 

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 
 STEPS_AHEAD = 2
-"""Number of steps that the host may run ahead of the results it has read. With one, the device would wait while the
-host reads."""
+"""Steps that the host may be ahead of the results it has read. With one, the device would wait while the host reads."""
 
 
 def steps_ahead(device: torch.device) -> int:

@@ -38,8 +38,7 @@ def is_finite(number: Number) -> Truth:
 
 
 def as_factor(number: Number, dtype: torch.dtype) -> Number:
-    """A number as a factor for a tensor of this type, rounded to the type before multiplication on the host or the
-    device."""
+    """A number as a factor for a tensor of this type, rounded to it before multiplication on host or device."""
     if isinstance(number, torch.Tensor):
         return number.to(dtype)
     if dtype in (torch.float32, torch.float64):

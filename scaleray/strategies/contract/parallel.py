@@ -23,8 +23,7 @@ Metrics = Mapping[str, "float | Callable[[], float]"]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some rows of a step on the device, in the form that the loss takes, and how many of them count (0 for a
-    placeholder)."""
+    """Some rows of a step on the device, in the loss's form, and how many of them count (0 for a placeholder)."""
 
     batch: Any
     weight: int
@@ -52,8 +51,7 @@ class OnModel(nn.Module):
 
 
 class Objective(Protocol):
-    """Scaled loss of one micro-batch, ready for `backward()`; also records its sum and count. run: runs the
-    computation."""
+    """Scaled loss of one micro-batch, ready for `backward()`. Records its sum and count. run: runs the computation."""
 
     def __call__(self, run: Run, piece: MicroBatch) -> torch.Tensor: ...
 
@@ -98,8 +96,7 @@ class Parallel:
     forward_is_collective: bool = False
     """Whether a forward pass communicates, so that all ranks must run the same number of them."""
     owns: Callable[[nn.Parameter], bool] = lambda parameter: True
-    """Whether this rank's optimizer updates the parameter. With ZeRO-1, the other ranks receive it in
-    `after_update`."""
+    """Whether this rank's optimizer updates the parameter. With ZeRO-1, others receive it in `after_update`."""
     after_update: Callable[[int], None] = lambda step: None
     """Hook after optimizer step `step`, counted from 1, in which ranks communicate parameters."""
     carry_over: Callable[[Number, Truth], None] | None = None
@@ -135,8 +132,7 @@ class Parallel:
     """Hook before the first forward pass of optimizer step `step`, counted from 1."""
 
     parameter_names: tuple[str, ...] = ()
-    """Names of all parameters in the order of the whole model, if `module` has only some of them, as a pipeline stage
-    does."""
+    """Names of all parameters in the whole model's order, if `module` has only some of them (pipeline stages)."""
 
     run_micro_batches: (
         Callable[[list[MicroBatch], Objective, Callable[[], contextlib.AbstractContextManager[Any]]], None] | None
@@ -147,11 +143,9 @@ class Parallel:
     """Whether this rank's losses count; of several ranks with the same samples, only one's do."""
 
     state: Callable[[], Tensors] = dict
-    """The strategy's own state on this rank (such as outer momentum or error feedback), by reference, for
-    checkpoints."""
+    """The strategy's own state on this rank (outer momentum, error feedback), by reference, for checkpoints."""
     load_state: Callable[[Tensors], None] = lambda state: None
-    """Restore a `state` saved by this rank with the same number of workers. The state is empty if that number has
-    changed."""
+    """Restore a `state` saved by this rank with the same number of workers. It is empty if that number changed."""
     bytes_sent: Callable[[], float] = lambda: 0.0
     """Bytes that this rank has passed to collectives and sends, for gradients, parameters and activations, since the
     strategy was applied. Payloads are counted once, whatever the algorithm."""
@@ -172,8 +166,7 @@ class Parallel:
     metrics: Callable[[], Metrics] = dict
     """Metrics of the last step by name, such as the consensus distance."""
     notes: list[str] = field(default_factory=list)
-    """Notes for the user about choices. Each is reported once, in the run's events. The list may grow during
-    training."""
+    """Notes for the user about choices. Each is reported once, as an event of the run. The list may grow."""
 
     def run(self, computation: Computation) -> Any:
         """Result of user code on the model, run as the forward pass of a micro-batch whose backward pass is then

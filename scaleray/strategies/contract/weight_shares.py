@@ -21,8 +21,7 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightShare:
-    """Weights that one rank is to write. tensors: by name, whole and on the CPU; for an unsharded model, extra state as
-    well.
+    """Weights that one rank is to write. tensors: by name, whole and on the CPU; if unsharded, with extra state.
 
     layout: every tensor of the model in order, the same on all ranks; empty if rank 0 has them all. left_out: names of
     entries that are not dense tensors, which the files of shares cannot hold."""

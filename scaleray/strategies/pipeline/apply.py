@@ -1,5 +1,4 @@
-"""Pipeline parallelism: the blocks of a model are on neighbouring workers, and micro-batches pass through them in
-sequence.
+"""Pipeline parallelism: a model's blocks are on neighbouring workers, and micro-batches pass through them in sequence.
 
 The stages are made in `stages`, and the order is one of torch.distributed.pipelining's schedules. Every worker of a
 replica has the same rows, so each can call the workload's loss itself: the call ends with the worker's stage, and on
@@ -58,8 +57,8 @@ class BusyTime:
         return self._timed(self._whole)
 
     def end(self) -> tuple[float, float] | None:
-        """End the step. Returns (seconds of computation, seconds of the schedules) of the last step for which they are
-        known, or None."""
+        """End the step. Returns (seconds of computation, of the schedules) of the last step for which they are known,
+        or None."""
         self._steps.append((self._busy, self._whole))
         if len(self._steps) <= self._later:
             return None
@@ -88,8 +87,7 @@ class BusyTime:
 
 
 def bubble_share(times: Later) -> float:
-    """Share of a step in which workers waited for each other. times: seconds of computation, and seconds of the
-    schedules."""
+    """Share of a step in which workers waited for each other. times: seconds of computation, and of the schedules."""
     busy_s, whole_s = times.read()
     return 1.0 - busy_s / whole_s
 
@@ -241,8 +239,7 @@ class Pipeline:
         )
 
     def close(self) -> None:
-        """Discard the gradients and the schedules, and copy the values of all stages to the user's model.
-        Collective."""
+        """Discard gradients and schedules, and copy the values of all stages to the user's model. Collective."""
         self.parts.give_back()
         self._forget()
 
@@ -282,8 +279,7 @@ class Pipeline:
         return self._schedules[key]
 
     def _shapes(self, signature: Any) -> list[Passed]:
-        """Tensors without memory, standing in for those that each stage except the last sends. Collective over the
-        replica."""
+        """Tensors without memory for those that each stage except the last sends. Collective over the replica."""
         if signature in self._boundaries:
             return self._boundaries[signature]
         parts = self.parts
@@ -315,8 +311,8 @@ class Pipeline:
 
 
 class _StageModule(nn.Module):
-    """Stage as torch's schedules call it: it takes an activation and returns an activation or a loss. number: number of
-    the micro-batch."""
+    """Stage as torch's schedules call it: it takes an activation and returns an activation or a loss. number:
+    micro-batch."""
 
     stage: Stage
     pipeline: Pipeline

@@ -189,8 +189,7 @@ class Parts:
             self.split.take_off()
 
     def give_back(self) -> None:
-        """Copy the values of all stages into the original model, if every worker of the replica still has it.
-        Collective."""
+        """Copy all stages' values into the original model, if every worker of the replica still has it. Collective."""
         if self.shards is not None:
             self.shards.close(self.module, keeps_shards=False)
         whole = self._original()
@@ -315,8 +314,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cut(model: nn.Module, config: RunConfig, workload: Any, num_workers: int) -> tuple[list[nn.Module], list[Unit]]:
-    """The blocks of a model, and all its units with those around the blocks. Raises WorkloadError if they cannot form
-    stages."""
+    """Blocks of a model, and its units with those around blocks. Raises WorkloadError if they cannot form stages."""
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True:
             raise WorkloadError.problem(

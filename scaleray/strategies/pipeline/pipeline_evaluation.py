@@ -41,8 +41,7 @@ class OnlyWhole(nn.Module):
     __class__ = property(_class_of_model)  # for `isinstance`, as the user's code may ask
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the first parameter, from which device and type can be read. Raises WorkloadError for any further
-        one."""
+        """Yield the first parameter, which shows device and type. Raises WorkloadError for any further one."""
         yield next(iter(self.__dict__["_model"].named_parameters(*args, **kwargs)))
         raise _in_parts("all parameters")
 

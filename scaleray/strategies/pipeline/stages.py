@@ -71,8 +71,7 @@ class After(nn.Module):
 
 
 class Elsewhere(nn.Module):
-    """Placeholder for a part on another worker, in the model that the optimizer and checkpoints use. It is never
-    called."""
+    """Placeholder for a part on another worker, in the model used by optimizer and checkpoints. Never called."""
 
 
 @dataclass(frozen=True)

@@ -163,8 +163,8 @@ class CountedPasses:
         }
 
     def _count(self, found: dict[Kind, tuple[int, float]], waited_s: float) -> None:
-        """Add the collectives of a micro-batch, and the time that the host waited for them, divided among operations by
-        their bytes."""
+        """Add the collectives of a micro-batch, and the host's wait for them, divided among operations by their
+        bytes."""
         whole = sum(num_bytes for _, num_bytes in found.values())
         for kind, (count, num_bytes) in found.items():
             entry = self.sent.entry(self._axes.get(kind.group, "all"), kind.group_size, kind.operation)

@@ -29,8 +29,7 @@ class Units:
 
 def choose_units(model: nn.Module, settings: FsdpSettings, workload: Any) -> Units:
     """The units requested by the settings. A module with a parameter that is also used elsewhere cannot be a unit; its
-    parameters belong to the unit around it. Raises WorkloadError if the model or the workload lacks the requested
-    units."""
+    parameters belong to the unit around it. Raises WorkloadError if the model or workload lacks them."""
     asked = {"blocks": _blocks, "size": _large_enough, "class": _of_classes}[settings.wrap](model, settings, workload)
     uses, occurrences, notes = _uses(model), Counter(map(id, _all_modules(model))), []
     chosen: list[tuple[str, nn.Module]] = []

@@ -22,8 +22,7 @@ from scaleray.strategies.contract.arrivals import Moments, drawn_together
 
 
 class Waits:
-    """Context of the forward and backward pass of a micro-batch, in which every wait is recorded; it is reused for each
-    micro-batch.
+    """Context of the forward and backward pass of a micro-batch, in which every wait is recorded; reused for each.
 
     on_host: whether the host blocks in a wait, as on the CPU; on a GPU the stream blocks. enter: see
     `Parallel.tell_phases`."""

@@ -23,8 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 SMALLEST_BYTES = 4096
-"""Minimum size of tensors that are split. Smaller ones stay whole, since buffers, biases and scales would each cost a
-message."""
+"""Minimum size of tensors that are split. Buffers, biases and scales stay whole: each would cost a message."""
 READ_WITHOUT_DISPATCH = {
     torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.__dlpack__,
 }  # fmt: skip

@@ -22,8 +22,7 @@ from scaleray.records.profile_record import Places
 from scaleray.strategies.contract.arrivals import Moments, drawn_together
 
 STEPS_BEFORE = 2
-"""Number of steps after which DDP keeps the layout of its buckets, which it rebuilds at the beginning of the second
-step."""
+"""Steps after which DDP keeps the layout of its buckets, which it rebuilds at the beginning of the second step."""
 LEAST_PLACES = 6
 """Minimum number of points watched in a pass, if there are enough parameters."""
 
@@ -50,8 +49,8 @@ class BucketArrivals:
             self._hook([last], lambda number: lambda parameter: self._begin(_current_graph_task_id()))
 
     def settle(self, moments: Moments) -> Places | None:
-        """See `ArrivalSource`. One step records the order of all gradients, and later steps the last gradient of each
-        part of a bucket."""
+        """See `ArrivalSource`. One step records the order of all gradients, later ones the last gradient of each part
+        of a bucket."""
         self._steps += 1
         if self._steps == STEPS_BEFORE:
             self.close()

@@ -43,8 +43,7 @@ class GroupCollectives:
         return int(self.ledger.num_bytes)
 
     def mean_(self, values: torch.Tensor) -> torch.Tensor:
-        """Mean over all ranks, in place. Divides first, as DDP does, so that the sum overflows only if the mean
-        does."""
+        """Mean over all ranks, in place. Divides first, like DDP, so that the sum overflows only if the mean does."""
         return self.sum_(values.div_(self.world_size))
 
     def sum_(self, values: torch.Tensor) -> torch.Tensor:
@@ -74,8 +73,7 @@ class GroupCollectives:
 
 
 def pack(*parts: torch.Tensor) -> torch.Tensor:
-    """Join tensors (rows, n_i) of any dtypes into one tensor of bytes (rows, m), because one message costs one
-    latency."""
+    """Join tensors (rows, n_i) of any dtypes into one tensor of bytes (rows, m), since each message costs a latency."""
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
 
 

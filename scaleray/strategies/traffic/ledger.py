@@ -22,8 +22,7 @@ class Entry:
     count: int = 0
     num_bytes: float = 0.0
     seconds: float | None = None
-    """Seconds that the host waited for these collectives; None if it did not, or on a GPU, where the queue waits
-    instead."""
+    """Seconds that the host waited for these collectives; None if it did not, or on a GPU, where the queue waits."""
 
     enter: Enter | None = None
     """Enters a phase while the host waits."""
@@ -42,8 +41,7 @@ class Entry:
             self.seconds = (self.seconds or 0.0) + seconds
 
     def run(self, start: Callable[[], Any], tensor: torch.Tensor) -> Any:
-        """Run a collective with this payload and return its result. On the CPU, a collective that is not asynchronous
-        is timed."""
+        """Run a collective with this payload and return its result. On the CPU, synchronous ones are timed."""
         self.add(tensor)
         if not self.on_host:
             return start()  # the host only puts it into a queue

@@ -25,7 +25,7 @@ RECORDERS = ("fr", "nccl")
 
 
 def switch_on() -> None:
-    """Record the collectives of groups that this process creates from now on, unless an environment variable disables
+    """Record collectives of groups that this process creates from now on, unless an environment variable disables
     it."""
     if OLD_VARIABLE not in os.environ:
         os.environ.setdefault(SIZE_VARIABLE, str(NUM_CALLS))

@@ -69,8 +69,8 @@ class Reporter:
                 self.say(text, is_warning=True)
 
     def after_launch(self) -> float:
-        """Count the bytes that this rank has sent in a step, and store its other measurements, whose values may be
-        known later."""
+        """Count the bytes sent by this rank in a step, and store its other measurements, whose values may be known
+        later."""
         before = self._sent_bytes
         self._sent_bytes = self.guard(Watcher.FIGURES, self._setup.parallel.bytes_sent, before, part="bytes sent")
         if self._is_first:

@@ -29,8 +29,8 @@ from scaleray.workload import no_exit, user_traceback
 
 @contextlib.contextmanager
 def locating(now: Callable[[], tuple[TrainJob, int]], place: RankContext, progress: Progress) -> Iterator[None]:
-    """Context whose errors are raised in the form that `located` returns. now: returns the job and the number of its
-    last step."""
+    """Context whose errors are raised as `located` returns them. now: returns the job and the number of its last
+    step."""
     try:
         with no_exit("the workload's code"):
             yield
@@ -142,8 +142,7 @@ def _memory_advice(config: RunConfig, recipe: Recipe) -> str:
 
 
 def without_frames(exc: BaseException) -> None:
-    """Release the objects held by the frames of an error's traceback: trainings, their groups, and the connections of
-    these groups."""
+    """Release the objects held by the frames of an error's traceback: trainings, their groups and connections."""
     current: BaseException | None = exc
     seen: set[int] = set()
     while current is not None and id(current) not in seen:

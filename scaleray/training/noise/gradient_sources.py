@@ -184,8 +184,8 @@ class FirstMicroBatch:
 
 
 class ConsecutiveSteps:
-    """Gradients of this step and the previous one, as halves of a batch of two steps. Biased, since parameters move
-    between them."""
+    """Gradients of this step and the previous one, as halves of a batch of two steps. Biased, as parameters move in
+    between."""
 
     def __init__(self, parallel: Parallel, parameters: Sequence[nn.Parameter], view: View, guarded: Guarded) -> None:
         self.parallel, self._view, self._guarded = parallel, view, guarded
@@ -237,8 +237,8 @@ class ConsecutiveSteps:
 
 
 def as_viewed(view: View, gradients: Mapping[nn.Parameter, torch.Tensor], guarded: Guarded) -> list[torch.Tensor]:
-    """Tensors whose combined norm is that of the gradients for measuring noise; NaN on failure, since the ranks still
-    sum it."""
+    """Tensors whose combined norm is that of the gradients for measuring noise; NaN on failure, as ranks still sum
+    it."""
     found: list[torch.Tensor] | None = guarded(lambda: view.all(gradients), None)
     if found is None:
         first, *rest = gradients.values()
@@ -262,8 +262,8 @@ def _part(square_times_count: float, count: float) -> Parts:
 
 
 def _all_parts(own: Parts, place: RankContext, step: StepGradients) -> Callable[[], Seen]:
-    """Start summing this rank's parts over all ranks; the returned function yields the result. Collective, unless the
-    step is local."""
+    """Start summing this rank's parts over all ranks; returns a function for the result. Collective, unless the step is
+    local."""
     if step.is_local or place.world_size == 1:
         return lambda: _in_samples(own, step)
     total = _sum([own.weighted_squares, own.size, own.num_parts, step.share_of_square], place)

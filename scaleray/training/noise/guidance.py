@@ -63,8 +63,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Result:
-    """Medians over the trials of a cell. samples: samples needed to reach the target; None if more than half of the
-    trials missed it."""
+    """Medians over the trials of a cell. samples: samples to the target; None if more than half of them missed it."""
 
     cell: Cell
     samples: float | None
@@ -104,8 +103,7 @@ class Guide:
         return found
 
     def first_cells(self) -> list[Cell]:
-        """The two trainings that measure noise: at the reference batch size, and at 4 times that size or the nearest
-        one available."""
+        """The two trainings that measure noise: at the reference batch size, and at about 4 times that size."""
         sizes = self.sizes
         first = min(sizes, key=lambda b: (abs(math.log(b / self.reference)), b))
         others = [size for size in sizes if size != first]
@@ -138,8 +136,7 @@ class Guide:
         return [] if outlook is None else self._wanted(self.results(trials), outlook)
 
     def outlook(self, trials: Sequence[Trial]) -> Outlook | None:
-        """Samples, throughput and goodput at every batch size, based on the trials; None until one has reached the
-        target."""
+        """Samples, throughput and goodput at every batch size, based on trials; None until one reached the target."""
         results = self.results(trials)
         return Outlook.of(self, results)
 

@@ -207,8 +207,8 @@ class NoiseMeter:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue with a checkpoint's averages, unless they are of another kind, or are biased while the current ones
-        are not."""
+        """Continue with a checkpoint's averages, unless they are of another kind, or biased while the current ones are
+        not."""
         averages = NoiseAverages.from_state(state["averages"])
         self._samples = int(state["samples"])
         if state["preconditioned"] != self.settings.preconditioned or averages.is_biased > self.averages.is_biased:
@@ -246,8 +246,7 @@ class _Sizes:
 
 
 class _Curve:
-    """Points (samples, noise scale) of the training, at most `CURVE_POINTS`; beyond that, every second one is
-    dropped."""
+    """Points (samples, noise scale) of the training; beyond `CURVE_POINTS`, every second one is dropped."""
 
     def __init__(self) -> None:
         self.points: list[tuple[int, float | None]] = []

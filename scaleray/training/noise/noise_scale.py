@@ -60,8 +60,7 @@ class Parts:
 def estimate(parts: Parts, *, whole_square: float, whole_size: float) -> NoiseSample | None:
     """Estimate |G|^2 and trace from the parts of a batch and the squared norm of the whole batch's mean gradient.
 
-    The parts need not cover the batch. Returns None if a norm is not finite, or if the parts are not smaller than the
-    whole."""
+    The parts need not cover the batch. None if a norm is not finite, or the parts are not smaller than the whole."""
     if parts.size <= 0 or not (math.isfinite(parts.weighted_squares) and math.isfinite(whole_square)):
         return None
     small = parts.effective_size

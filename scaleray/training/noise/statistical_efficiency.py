@@ -82,8 +82,7 @@ class ThroughputModel:
     gamma: float = 1.0
 
     def step_time_s(self, batch_size: float, *, workers: int = 1, micro_size: float | None = None) -> float:
-        """Seconds of a step with this global batch size. micro_size: rows of a pass; None for a worker's whole
-        share."""
+        """Seconds of a step with this global batch size. micro_size: rows of a pass; None: a worker's whole share."""
         share = batch_size / workers
         micro = share if micro_size is None else min(micro_size, share)
         passes = share / micro

@@ -105,8 +105,7 @@ class ArrivalTimes(Observer):
         )
 
     def take_recent(self) -> list[list[float]]:
-        """Rows of the steps since the last call: number, beginning, and seconds from there to the end and to each
-        collective."""
+        """Rows of the steps since the last call: number, beginning, and seconds until the end and each collective."""
         self._take_known()
         rows = list(self._recent)
         self._recent.clear()

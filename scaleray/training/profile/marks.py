@@ -17,16 +17,14 @@ COLUMN_OF: dict[str, int] = {**dict.fromkeys(Phase, OTHER), **{part: column for 
 """Index of each phase among the parts of a step."""
 
 MOST_MARKS = 64
-"""Maximum number of marks of a step in the queue; a step with several micro-batches or an evaluation may have
-thousands."""
+"""Most marks of a step in the queue; a step with several micro-batches or an evaluation may have thousands."""
 
 StepParts = tuple[float, list[float]]
 """Seconds of a step by the training's clock, and the seconds of its parts."""
 
 
 Listeners = Mapping[Phase, Callable[[], None]]
-"""Function called when a phase begins, in addition to the mark. Calling one in every phase would cost as much as the
-marks."""
+"""Function called when a phase begins, in addition to the mark. In every phase, it would cost as much as the marks."""
 
 
 class Marks(Protocol):

@@ -65,8 +65,7 @@ def as_json(snapshot: dict[str, Any], addresses: dict[int, str], *, rank: int) -
 
 
 def addresses_of(setup: Setup) -> dict[int, str]:
-    """Addresses of the storage of every parameter, gradient and part of the optimizer's state, with their
-    categories."""
+    """Address of the storage of each parameter, gradient and part of the optimizer's state, with its category."""
     parameters, gradients, states = CATEGORIES[:3]
     found: dict[int, str] = {}
     for parameter in setup.parallel.module.parameters():

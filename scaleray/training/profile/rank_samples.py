@@ -126,8 +126,8 @@ class StepMeans:
         return now >= self.due_at and self.phases.num_known > self._steps
 
     def take(self, now: float) -> tuple[int, dict[str, float]]:
-        """Number of steps since the last reading, and their mean seconds by column, without columns that have never had
-        any time."""
+        """Steps since the last reading, and their mean seconds by column, without columns that have never had any
+        time."""
         self.due_at = now + self.every_s
         columns, steps, totals = self.phases.totals()
         num_steps = steps - self._steps

@@ -27,8 +27,7 @@ HELLO, READY, LOST, BEAT, RANDOM, DONE = "hello", "ready", "lost", "beat", "rand
 """Messages from a worker: its facts; it is waiting for a group; its group is broken; it is alive; its random state in a
 step; it has trained to the end."""
 GROUP, BROKEN, OVER, KEPT = "group", "broken", "over", "kept"
-"""Messages to a worker: its next group; its group has lost a member; the training is over; its random state has
-arrived."""
+"""Messages to a worker: its next group; its group has lost a member; the training is over; its random state arrived."""
 LONGEST_LINE = 2**22
 FIRST_GROUP_S = 20.0
 KEPT_STATES = 2

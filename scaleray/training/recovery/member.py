@@ -28,8 +28,7 @@ from scaleray.training.setup.stores import StorePlace
 RandomState = dict[str, torch.Tensor]
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h
 LEFT_WITHIN_S = 5.0
-"""Seconds, in addition to two steps, within which a worker must leave a collective of a group that has lost a
-member."""
+"""Seconds, plus two steps, within which a worker must leave a collective of a group that has lost a member."""
 IDLE_S = 1.0
 """Seconds within which it must leave a collective whose connections have all ended, if it is not waiting for a GPU."""
 WAITING = (*COLLECTIVES, "torch/autograd/")
@@ -70,8 +69,7 @@ class Group:
         return self.nodes.count(self.nodes[self.rank])
 
     def join(self, backend: str, timeout_s: float, device: str) -> None:
-        """Form the process group. Collective. Fails if a member is lost, since the coordinator then closes the
-        store."""
+        """Form the process group. Collective. Fails if a member is lost: the coordinator then closes the store."""
         join_group(
             self.store,
             backend,
@@ -110,8 +108,7 @@ class Member:
         threading.Thread(target=self._beat, args=(silent_s / 8,), name="scaleray-member-beat", daemon=True).start()
 
     def next_group(self) -> Group | None:
-        """Wait for the next group; None if the training is complete. Raises PeerLostError if the coordinator is
-        lost."""
+        """Wait for the next group; None once the training is complete. Raises PeerLostError without a coordinator."""
         self._thread_id = threading.get_ident()
         with self._leaving:
             self._has_left = True  # from here on, connections may be the next group's

@@ -1,7 +1,6 @@
 """Ray actors that hold copies of the state in memory: one on each node of a run, separate from its workers.
 
-They do not belong to the job and outlive its workers and its driver. A holder that receives no requests for a while
-ends."""
+They do not belong to the job and outlive its workers and its driver. A holder without requests for a while ends."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ MARKS = ("WORKER_TEMPLATE_SOCKET",)
 
 
 def holder_here(run_path: str, *, label: str) -> HolderPlace:
-    """Holder of a run on this worker's node, started if there is none. label: node label that names the failure domain,
-    or `node`."""
+    """Holder of a run on this worker's node, started if missing. label: node label of the failure domain, or `node`."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -20,8 +20,7 @@ def train_in_groups(member: Member, join: Callable[[Group], None], train: Callab
     """Result of `train` in the group that completes the training, or None on a spare that was not needed.
 
     join: forms the process group. train: trains as a member of it, from the state in memory if there is one. Raises the
-    errors of both, except those caused by the loss of another worker; raises PeerLostError if no other group can
-    follow."""
+    errors of both, except those caused by the loss of another worker; PeerLostError if no group can follow."""
     live = LiveState(member.keep_random)
     while (group := member.next_group()) is not None:
         live.begin_group(group.random, group.lost, group.broken_at, grows=group.grows)

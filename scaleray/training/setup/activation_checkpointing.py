@@ -34,8 +34,7 @@ KEPT = frozenset(
 
 
 def apply(model: nn.Module, settings: ActivationSettings, workload: Any) -> Callable[[], None]:
-    """Checkpoint blocks of `model` in place, without changing the names of parameters. Returns a function that undoes
-    it.
+    """Checkpoint blocks of `model` in place, keeping the names of parameters. Returns a function that undoes it.
 
     torch.compile implements `budget`, see `compilation`. Raises WorkloadError if the workload names no blocks."""
     if settings.checkpointing in ("none", "budget"):

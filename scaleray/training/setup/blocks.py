@@ -18,7 +18,7 @@ Forward = Callable[..., Any]
 
 
 def model_blocks(workload: Any, model: nn.Module, *, wanted_by: str) -> list[nn.Module]:
-    """Blocks returned by the workload's `blocks`, in that order. Raises WorkloadError, naming `wanted_by`, if there are
+    """Blocks from the workload's `blocks`, in its order. Raises WorkloadError, naming `wanted_by`, if there are
     none."""
     method = getattr(workload, "blocks", None)
     found = call_user_code(lambda: method(model), what="blocks()", doing="naming the blocks") if method else None

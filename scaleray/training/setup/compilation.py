@@ -54,8 +54,7 @@ class Compilation:
         }
 
     def check(self) -> list[str]:
-        """Warnings for the user after the first steps. Raises ConfigError if `must_succeed` is set and compilation
-        failed."""
+        """Warnings after the first steps. Raises ConfigError if `must_succeed` is set and compilation failed."""
         report = self.report()
         failed = report["failures"]
         reasons = "; ".join(_shown(each) for each in failed or report["graph_breaks"]) or "no forward pass was called"
@@ -151,13 +150,12 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def eagerly() -> contextlib.AbstractContextManager[Any]:
-    """Context for passes with shapes that will not recur. They must not be compiled, nor make torch treat the shapes as
-    variable."""
+    """Context for passes with shapes that will not recur. They must neither be compiled nor make shapes variable."""
     return torch.compiler.set_stance("force_eager")
 
 
 def compile_error(exc: Exception) -> ConfigError | None:
-    """User-facing error about a failed compilation, which `must_succeed` raises in the first step. None for other
+    """User-facing error of a failed compilation, which `must_succeed` raises in the first step; None for other
     errors."""
     if "torch._dynamo" not in sys.modules or not isinstance(exc, torch._dynamo.exc.TorchDynamoException):
         return None

@@ -28,8 +28,7 @@ LEAST_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp
 def convert(
     model: nn.Module, device: torch.device, settings: PrecisionSettings, workload: Any, undo: contextlib.ExitStack
 ) -> list[str]:
-    """Convert linear layers of `model` to compute in float8, in place; `undo` reverts this. Returns messages for the
-    user.
+    """Let linear layers of `model` compute in float8, in place; `undo` reverts this. Returns messages for the user.
 
     The layers are those in the workload's blocks or, without blocks, all but the last one of the model, whose output
     determines the loss. Layers of other classes, such as adapters, and layers of sizes that float8 products do not

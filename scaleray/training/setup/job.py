@@ -252,8 +252,7 @@ class TrainJob:
         return dataclasses.replace(self, **fields)
 
     def continued(self, progress: Mapping[str, Any]) -> TrainJob:
-        """The rest of a training after a checkpoint's progress, which may have been made with another global batch
-        size."""
+        """The rest of a training after a checkpoint's progress, possibly made with another global batch size."""
         check_same_place(self.config, self.train_plan(), progress, self.recipe.global_batch_size)
         origin = Origin(**progress["origin"]) if progress.get("origin") else None
         if progress["global_batch_size"] != self.recipe.global_batch_size:
@@ -319,8 +318,7 @@ class TrainJob:
 
 
 def rescaled(config: RunConfig, full: Recipe, workers: int) -> RunConfig:
-    """Config in which each of fewer workers keeps its share: the global batch is smaller, the total number of samples
-    the same.
+    """Config in which each of fewer workers keeps its share: the global batch is smaller, the total of samples equal.
 
     The learning rate follows from `optimizer.rule`. Lengths in steps refer to the full batch."""
 

@@ -351,8 +351,8 @@ def _spread_model(
 
 
 def _refuse_renormalised(model: nn.Module) -> None:
-    """Raise WorkloadError for an embedding that is changed by its own forward pass, since each worker would change
-    other rows."""
+    """Raise WorkloadError for an embedding that is changed by its own forward pass, since workers would change
+    different rows."""
     for name, part in model.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
             raise WorkloadError(

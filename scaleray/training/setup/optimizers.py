@@ -116,7 +116,7 @@ def has_sparse_gradients(model: nn.Module) -> bool:
 
 
 def _refuse_sparse_gradients(model: nn.Module, config: RunConfig) -> None:
-    """Raise ConfigError for a layer whose sparse gradients the configured optimizer cannot use; only SGD without decay
+    """Raise ConfigError if the configured optimizer cannot use a layer's sparse gradients; only SGD without decay
     can."""
     settings = config.optimizer
     if settings.name == "sgd" and not settings.weight_decay:

@@ -134,8 +134,7 @@ def acts_on_elements(own: torch.optim.Optimizer) -> bool:
 def _rehearsed(
     own: torch.optim.Optimizer, number: int, start: torch.Tensor, gradients: list[torch.Tensor]
 ) -> torch.Tensor:
-    """Parameter after some trial steps of a copy of an optimizer, as a member of the parameter group with this
-    number."""
+    """Parameter after trial steps of a copy of an optimizer, as a member of the parameter group with this number."""
     rehearsal = copy.copy(own)
     parameter = torch.nn.Parameter(start.clone())
     rehearsal.param_groups = [{**own.param_groups[number], "params": [parameter]}]

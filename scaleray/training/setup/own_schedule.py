@@ -131,8 +131,7 @@ def _checked(own: Any) -> LRScheduler | None:
 
 
 def _stand_in(optimizer: torch.optim.Optimizer, *, factor: float = 1.0) -> torch.optim.Optimizer:
-    """Copy of an optimizer with `factor` times its rates, which shares neither parameters nor state with the
-    training."""
+    """Copy of an optimizer with `factor` times its rates, sharing neither parameters nor state with it."""
     if isinstance(optimizer, SeveralOptimizers):
         return SeveralOptimizers({name: _stand_in(own, factor=factor) for name, own in members(optimizer).items()})
     found = copy.copy(optimizer)

@@ -69,7 +69,7 @@ class OwnPlateau(LRScheduler):
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def restart(self, first: dict[str, Any], position: int) -> None:
-        """Reduce the current rates of the groups, which are the first ones of another training, as this training's were
+        """Reduce the current rates of the groups, those at another training's start, as this training's were
         reduced."""
         now, before = [float(rate) for rate in self.get_last_lr()], self.scheduler._last_lr
         for group, rate, was, start in zip(self.optimizer.param_groups, now, before, self.first_rates, strict=True):

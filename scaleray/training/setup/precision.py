@@ -27,8 +27,7 @@ class Precision:
     """dtype to which floating-point inputs are converted; None leaves them unchanged."""
 
     def loss_scale(self) -> torch.Tensor | None:
-        """Copy of the factor on the loss, float64 () on the device, made without waiting for it; None without
-        scaling."""
+        """Copy of the loss's factor, float64 () on the device, made without waiting for it; None without scaling."""
         if not self.scaler.is_enabled():
             return None
         scale = self.scaler._get_scale_async()  # get_scale() reads it, which waits for the device
@@ -38,8 +37,7 @@ class Precision:
 def prepare(
     model: nn.Module, device: torch.device, settings: PrecisionSettings, *, keeps_casts: bool = True
 ) -> Precision:
-    """Set up the precision of a run. fp64 converts `model` in place. Raises ConfigError if the device does not support
-    it.
+    """Set up a run's precision. fp64 converts `model` in place. Raises ConfigError if the device does not support it.
 
     keeps_casts: let autocast keep each 16-bit copy of a parameter until its context ends, for reuse. The backward pass
     needs those copies anyway, unless it recomputes activations: it then makes new ones, and the old ones would only
@@ -70,8 +68,8 @@ def in_float64(model: nn.Module) -> None:
 
 
 def as_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Convert a floating-point tensor to `dtype`, and a complex one to the complex type of that width; leave others
-    unchanged."""
+    """Convert a floating-point tensor to `dtype`, a complex one to the complex type of that width, and others not at
+    all."""
     if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     return tensor.to(dtype if tensor.is_floating_point() else dtype.to_complex())

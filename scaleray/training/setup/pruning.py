@@ -47,8 +47,7 @@ class Pruning:
         return is_due(self.settings, step)
 
     def prune(self, step: int) -> None:
-        """Choose new masks after `step` steps, and apply them. Collective. Changes parameters and the optimizer's
-        state."""
+        """Choose new masks after `step` steps, and apply them. Collective. Changes parameters and optimizer state."""
         parameters, masks = list(self.parameters.values()), list(self.masks.values())
         with torch.no_grad():
             share = sparsity_at(self.settings, step)
@@ -107,8 +106,7 @@ class Pruning:
 def build(
     module: nn.Module, optimizer: torch.optim.Optimizer, settings: PruningSettings, group: dist.ProcessGroup | None
 ) -> Pruning | None:
-    """Set up pruning of a model that its strategy has laid out; None if the config requests none. Nothing is removed
-    yet.
+    """Set up pruning of a model laid out by its strategy; None if the config requests none. Nothing is removed yet.
 
     Raises WorkloadError if nothing can be pruned, or if a layer cannot be divided into groups of four."""
     if settings.method == "none":
@@ -157,8 +155,7 @@ def _prunable(module: nn.Module, settings: PruningSettings) -> Iterator[tuple[st
 
 
 def is_due(settings: PruningSettings, step: int) -> bool:
-    """Whether weights are removed after `step` steps: at the start, every `every_steps` steps from then on, and at the
-    end."""
+    """Whether weights are removed after `step` steps: at the start, every `every_steps` after it, and at the end."""
     start, end = settings.start_step, settings.end_step
     if end is None:
         return step == start

@@ -29,8 +29,7 @@ class RankContext:
 
     @property
     def data_rank(self) -> int:
-        """Number of the share of the global batch on which this worker trains; the workers of a replica have the same
-        number."""
+        """Number of the share of the global batch on which this worker trains; all workers of a replica share it."""
         return self.mesh.data_rank(self.rank)
 
     @property

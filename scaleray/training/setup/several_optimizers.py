@@ -36,7 +36,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
 
     @property
     def state(self) -> dict[Any, dict[str, Any]]:  # type: ignore[override]
-        """State of all optimizers by parameter, for reading only. Keys name the optimizer, as several may update one
+        """State of all optimizers by parameter, for reading. Keys name the optimizer, as several may update one
         parameter."""
         found: dict[Any, dict[str, Any]] = {}
         for name, own in self.by_name.items():

@@ -26,13 +26,11 @@ class StorePlace:
 
 
 _listeners: dict[StorePlace, socket.socket] = {}
-"""Ports reserved for stores that have not been opened yet; they are sent to other processes before torch is imported
-here."""
+"""Ports reserved for stores that have not been opened yet; sent to other processes before torch is imported here."""
 
 
 class OwnedStore:
-    """Address of a store that this process owns. The address is released by `close` or at exit, unless the store was
-    opened."""
+    """Address of a store that this process owns. It is released by `close` or at exit, unless the store was opened."""
 
     close: Callable[[], object]
 

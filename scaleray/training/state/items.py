@@ -23,8 +23,7 @@ ITEMS = (
     MODEL, BUFFERS, ATTRIBUTES, OPTIMIZER, SCHEDULE, RATE_SCALE, SCALER, PROGRESS, WORKLOAD, STRATEGY, REPLICA, PRUNING,
     AVERAGING, CALLBACKS, RANDOM,
 )  # fmt: skip
-"""State items in the order in which they are restored. Random numbers come last, since restoring other items may draw
-some."""
+"""State items in the order in which they are restored. Random numbers come last, as restoring others may draw some."""
 IN_WORDS = {
     "model": "model parameters or buffers",
     "buffers": "buffers that the state dict leaves out",
@@ -70,8 +69,7 @@ def as_json(item: str, value: Any) -> Any:
 
 
 def flattened(state: Mapping[str, Any], prefix: str = "") -> Values:
-    """Flatten a nested state dict to values by path. Each part of a path is quoted, so that it can contain any
-    character."""
+    """Flatten a nested state dict to values by path. Each part of a path is quoted, so it can contain any character."""
     flat: Values = {}
     for key, value in state.items():
         path = f"{prefix}{quote(str(key), safe='')}"

@@ -24,8 +24,7 @@ from scaleray.training.state.items import RANDOM, Tensors
 from scaleray.training.state.training_state import TrainState
 
 RECENT_MESSAGES = 1000
-"""Number of rank 0's messages that every worker keeps, since those that a lost rank 0 has not sent would be lost with
-it."""
+"""Rank 0's messages that every worker keeps, since those that a lost rank 0 has not sent would be lost with it."""
 
 Position = tuple[int, bool]
 """Number of steps taken, and whether the evaluation and checkpoint after the last one have been completed."""
@@ -81,8 +80,7 @@ class LiveState:
         self.send_random(place.rank, step, random_state(place.device))
 
     def before_update(self, module: nn.Module) -> None:
-        """Take over the buffers of rank 0, as the next forward pass would, so that they survive a loss of rank 0.
-        Collective."""
+        """Take over the buffers of rank 0, as the next forward pass would, so that they outlive rank 0. Collective."""
         for buffer in dense_buffers(module):
             dist.broadcast(buffer, src=0)
         self._is_changing = True

@@ -1,5 +1,4 @@
-"""State of the loop between two steps, and the part that it adds to a checkpoint, next to the model and its
-optimizer."""
+"""State of the loop between two steps, and its part of a checkpoint, next to the model and its optimizer."""
 
 import dataclasses
 from dataclasses import dataclass

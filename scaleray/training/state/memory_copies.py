@@ -1,5 +1,4 @@
-"""Copies of a run's state in the memory of several nodes, from which the run continues when workers or a node are
-lost."""
+"""Copies of a run's state in the memory of several nodes, from which it continues when workers or a node are lost."""
 
 from __future__ import annotations
 

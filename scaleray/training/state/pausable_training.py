@@ -1,8 +1,8 @@
 """Training that waits after every evaluation for a decision: continue, stop, or save its state and wait again.
 
 Early stopping and population-based training need this. The loop runs in a thread of rank 0's process, and unchanged on
-other ranks. All ranks receive the decision before any of them takes another step, so stopping never interrupts a
-collective."""
+other ranks. All ranks receive the decision before any of them takes another step, so stopping interrupts no collective.
+"""
 
 import queue
 import threading
@@ -51,7 +51,7 @@ class TrainingHistory:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples per second in steady state: without the first 20 % of the steps, but at least 10 and at most half of
+        """Samples per second in steady state: without the first 20 % of the steps, at least 10 and at most half of
         them.
 
         None for fewer than 2 steps."""
@@ -181,8 +181,7 @@ class StepwiseTraining:
         self._is_given_up = False
 
     def advance(self, timeout_s: float | None = None) -> Paused | Ended:
-        """Train up to the next evaluation or the end. Raises queue.Empty after `timeout_s`; in that case, call
-        `wait`."""
+        """Train up to the next evaluation or the end. Raises queue.Empty after `timeout_s`; then call `wait`."""
         if self.ended is not None:
             return self.ended
         if not self._thread.is_alive() and self._thread.ident is None:

@@ -240,8 +240,7 @@ class TrainState:
         return common_attributes(by_rank)
 
     def _each_ranks(self, values: Values) -> Values:
-        """The callbacks' values of every rank, by rank number; only those of rank 0 if no callback has a state.
-        Collective."""
+        """The callbacks' values of every rank, by rank; only those of rank 0 if no callback has a state. Collective."""
         have_state = self.callbacks is not None and self.callbacks.have_state
         everyone = self.place.gathered(values) if have_state else [values]
         return {f"{rank}": theirs for rank, theirs in enumerate(everyone)}

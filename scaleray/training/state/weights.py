@@ -47,8 +47,7 @@ MAX_FILE_BYTES = 5 * 10**9
 
 
 def file_names(layout: Mapping[str, Placed], *, max_bytes: int = MAX_FILE_BYTES) -> dict[str, str]:
-    """File of each tensor. Each rank's tensors are in separate files, each of at most `max_bytes` or a single
-    tensor."""
+    """File of each tensor. Each rank's tensors are in separate files, of at most `max_bytes` or one tensor."""
     numbers: dict[str, tuple[int, int]] = {}
     filled: dict[int, tuple[int, int]] = {}
     for name, (rank, num_bytes) in layout.items():
@@ -162,8 +161,7 @@ def _write_files(share: WeightShare, folder: Store, *, is_first: bool, max_bytes
 
 
 def _tensors_in(folder: Store, file: str) -> set[str] | None:
-    """Names of the tensors in a complete safetensors file; None if the file is missing, truncated or of another
-    kind."""
+    """Names of the tensors in a complete safetensors file; None for a missing, truncated or other file."""
     size = folder.size(file)
     if size is None or size < 8:
         return None

@@ -65,8 +65,7 @@ class BackOff:
             raise MemoryRanOut(shortage[0] if shortage else "on another worker")
 
     def halved(self, recipe: Recipe, why: str, buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> Recipe:
-        """Recipe with micro-batches of half the size. Everything else is restored to its state before the failed
-        step."""
+        """Recipe with micro-batches of half the size. All else is restored to its state before the failed step."""
         size = recipe.micro_batch_size
         smaller = largest_divisor(recipe.per_worker_batch_size, at_most=size // 2)
         if smaller is None:

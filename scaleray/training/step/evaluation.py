@@ -173,8 +173,8 @@ class Evaluations:
     def prepare(self, job: TrainJob, setup: Setup) -> None:
         """Use this job and its micro-batch size for all further evaluations. Collective.
 
-        Raises ConfigError for a split that does not exist, and for an `evaluate` for which the strategy leaves no
-        memory."""
+        Raises ConfigError for a split that does not exist, and for an `evaluate` that has no room under the strategy.
+        """
         if self._own is None:
             self._own = OwnEvaluation(job, setup, self.place)
         self.setup, self.target, self.every = setup, job.config.stop.at, job.recipe.evaluate_every_steps
@@ -406,8 +406,8 @@ def whole(batch: RankBatch) -> list[tuple[int, int]]:
 
 
 def _followed_metric(job: TrainJob, schedule: Any) -> str | None:
-    """Metric that the learning rate follows; None if it follows none. Raises ConfigError or WorkloadError if it cannot
-    be followed."""
+    """Metric that the learning rate follows; None if it follows none. Raises ConfigError or WorkloadError if
+    impossible."""
     if not hasattr(schedule, "follow_evaluation") or not schedule.plateaus:
         return None
     names = decisive_splits(job)

@@ -32,8 +32,8 @@ from scaleray.workload import call_user_code, own_method
 
 MOST_ROWS = 8
 DRAWS = 5
-"""Number of times that a loss is computed if it works only in training mode, where dropout and the like make each
-result different."""
+"""Number of times that a loss is computed if it works only in training mode, where dropout and the like vary the
+result."""
 
 ROUNDING = {"fp64": 2e-5, "fp32": 2e-5, "tf32": 2e-3}
 """Largest accepted relative difference between a sum and that of its halves, which other kernels may compute; in fp64 a
@@ -249,8 +249,7 @@ class _FirstBatchCheck:
         )  # fmt: skip
 
     def whether_it_can_be_evaluated(self, splits: Sequence[str]) -> None:
-        """Raise WorkloadError for a loss that works only in training mode, if evaluations have nothing else to
-        compute."""
+        """Raise WorkloadError for a loss that works only in training mode, if evaluations need it."""
         metrics = getattr(self.workload, "metrics", None)
         if self.can_be_evaluated:
             return
@@ -302,8 +301,7 @@ class _FirstBatchCheck:
         return user_batch(self.workload, rows, self.place.device, dtype, gives_tuples=self.gives_tuples)
 
     def _attempt(self, measure: Callable[[], Result]) -> Result | None:
-        """Result of the measurement. None if the user's code fails on this rank or, if ranks must act alike, on any
-        rank."""
+        """Result of the measurement. None if the user's code fails on this rank or, if ranks must act alike, on any."""
         found: Result | None = None
         try:
             found = measure()

@@ -42,8 +42,7 @@ class MetricObjects:
             metric.reset()
 
     def update(self, name: str, given: Any, *, counts: bool) -> None:
-        """Update a metric with its arguments from metrics(), given by position or by name. counts: whether the rows
-        count."""
+        """Update a metric with its arguments from metrics(), by position or by name. counts: whether the rows count."""
         if not counts or self.place.rank != self.place.mesh.replica(self.place.data_rank)[0]:
             return  # a placeholder, or the same rows as another rank's
         metric, what = self._objects[name], f"metrics()[{name!r}]"

@@ -84,7 +84,7 @@ def find(
     gives_tuples: bool,
     enter: Callable[[Phase], object] = lambda phase: None,
 ) -> Found:
-    """Search among the divisors of a worker's share, up to the recipe's micro-batch. Collective; the result is the same
+    """Search among the divisors of a worker's share, up to the recipe's micro-batch. Collective, with the same result
     on all ranks.
 
     batch: rows for trial batches. Weights, optimizer state, buffers, gradients and random numbers are restored. Raises

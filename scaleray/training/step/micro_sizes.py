@@ -41,8 +41,7 @@ class MicroSizes:
         gives_tuples: bool,
         enter: Callable[[Phase], object],
     ) -> Recipe | None:
-        """Recipe to train with, if it differs from the config's: as before the interruption, or found now.
-        Collective."""
+        """Recipe to train with, if not the config's: as before the interruption, or found now. Collective."""
         known = self.now
         if known is not None and recipe.per_worker_batch_size % known == 0 and known <= recipe.micro_batch_size:
             return with_micro_size(recipe, known, why="as before the interruption")

@@ -46,8 +46,7 @@ class OptimizerStep(Protocol):
     def launch(self, batch: RankBatch, *, num_rows: int, want_norm: bool, synchronises: bool = True) -> Launched:
         """Train on one global batch of `num_rows` rows, of which `batch` is this rank's part. Collective.
 
-        synchronises: whether ranks sum losses and signals; if not, loss and count are those of this rank, without
-        signals."""
+        synchronises: whether ranks sum losses and signals; if not, loss and count are this rank's, without signals."""
 
 
 class SeveralLosses:

@@ -180,8 +180,7 @@ class TrainStep:
     def launch(self, batch: RankBatch, *, num_rows: int, want_norm: bool, synchronises: bool = True) -> LaunchedStep:
         """Train on one global batch of `num_rows` rows, of which `batch` is this rank's part. Collective.
 
-        synchronises: whether ranks sum losses and signals; if not, loss and count are those of this rank, without
-        signals."""
+        synchronises: whether ranks sum losses and signals; if not, loss and count are this rank's, without signals."""
         setup, parallel = self.setup, self.setup.parallel
         self.enter(Phase.HOST)
         if self.probe is not None:

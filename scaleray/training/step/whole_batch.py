@@ -134,8 +134,7 @@ class WholeBatchLoss:
         return self._replay(outputs)
 
     def _replay(self, outputs: Outputs) -> tuple[torch.Tensor, Any]:
-        """Loss of a micro-batch whose gradient is its part of the whole batch's gradient. The first one also has the
-        value."""
+        """Loss of a micro-batch whose gradient is its part of the whole batch's. The first one also has the value."""
         assert self._gradients is not None and self._value is not None
         value, count = self._value
         if not self._counts:  # a placeholder, which has no part in it

@@ -25,8 +25,7 @@ from scaleray.workload import built_model
 
 
 class WholeCopy:
-    """Whole copy of a model that a strategy has sharded. It is built once, and holds no weights while it is not in
-    use."""
+    """Whole copy of a model that a strategy has sharded. Built once; holds no weights while it is not in use."""
 
     def __init__(self, job: TrainJob, setup: Setup, place: RankContext) -> None:
         self.job, self.setup, self.place = job, setup, place
@@ -55,8 +54,7 @@ class WholeCopy:
 
     @contextlib.contextmanager
     def filled(self) -> Iterator[nn.Module]:
-        """Context with the whole model and its current weights, in evaluation mode. Entering the context is
-        collective."""
+        """Context with the whole model and its current weights, in evaluation mode. Entering it is collective."""
         if self._model is None:
             self._model = self._built()
         model = self._model

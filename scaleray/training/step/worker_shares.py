@@ -72,8 +72,7 @@ class WorkerShares:
             self._meter.begin()
 
     def end_step(self, step: int, num_rows: int) -> str | None:
-        """End the step, which had this many rows of this rank. Logs a change of the shares, which applies from the next
-        step on.
+        """End the step, which had this many rows of this rank. Logs a change of the shares from the next step on.
 
         Collective in every `measure_every`-th step; all ranks get the same result."""
         if self._meter is None:
