@@ -95,7 +95,7 @@ class Holder:
             held = sum(len(file.content) for known, file in self._files.items() if known != name)
             limit = sum(self._reserved.values())
             if held + length > limit:
-                full = f"{held} of {limit} bytes are in use, {length} are to come"
+                full = f"{held} of {limit} bytes are in use, {length} more are needed"
                 return {"error": f"the memory for copies is full: {full}"}
             fitting = next((index for index, buffer in enumerate(self._free) if len(buffer) == length), None)
             content = self._free.pop(fitting) if fitting is not None else None

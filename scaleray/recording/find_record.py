@@ -96,7 +96,7 @@ def record_of(text: str | bytes, *, where: str) -> AnyRecord:
         return parse_record(text)
     except (ValueError, TypeError) as exc:  # pydantic's errors are ValueErrors
         raise TrackingError.problem(
-            "The record", f"{where} is not one of a run, study or sweep of this version: {first_problem(exc)}"
+            "The record", f"{where} is not that of a run, study or sweep of this version: {first_problem(exc)}"
         ) from exc
 
 

@@ -90,9 +90,9 @@ class Logger:
                 "leave the step out of the name: it is appended",
             )
         if len(data) > LARGEST_BYTES:
-            self._warn(f"{name} has {len(data) / 2**20:.0f} MiB", f"{LARGEST_BYTES // 2**20} MiB a file")
+            self._warn(f"{name}, with {len(data) / 2**20:.0f} MiB,", f"{LARGEST_BYTES // 2**20} MiB per file")
         elif self.logged_bytes + len(data) > MOST_BYTES:
-            self._warn("what callbacks log", f"{MOST_BYTES // 2**20} MiB a run")
+            self._warn("the output of callbacks", f"{MOST_BYTES // 2**20} MiB per run")
         else:
             self.logged_bytes += len(data)
             self._emit(LoggedFile(self.step, f"{name}/step-{self.step:08d}.{ending}", data, shape))
@@ -100,7 +100,7 @@ class Logger:
     def _warn(self, what: str, limit: str) -> None:
         if limit not in self._warned:
             self._warned.add(limit)
-            self.warn(f"{what} is more than {limit}: it is left out, as are all further files above the limit")
+            self.warn(f"{what} exceeds {limit}: it is left out, as are all further files above the limit")
 
 
 def as_pixels(name: str, image: Any) -> np.ndarray:

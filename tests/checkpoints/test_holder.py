@@ -133,7 +133,7 @@ def test_a_holder_answers_nobody_without_its_secret_and_takes_no_more_than_was_r
         store.write("one/file", [b"ab"])
     assert store.reserve("a worker", 3) is None
     store.write("one/file", [b"ab"])
-    with pytest.raises(OSError, match="2 of 3 bytes are in use, 2 are to come"):
+    with pytest.raises(OSError, match="2 of 3 bytes are in use, 2 more are needed"):
         store.write("one/other", [b"cd"])
     store.write("one/file", [b"abc"])  # in its own place
     assert (holder.num_bytes, store.names()) == (3, ["one"])

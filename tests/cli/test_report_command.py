@@ -89,9 +89,9 @@ def test_a_training_is_reported_with_its_steps(tmp_path, capsys):
     ("content", "says"),
     [
         (None, "there is no folder with a record.json"),
-        ("{", "is not one of a run, study or sweep"),
-        ('{"outcomes": []}', "is not one of a run, study or sweep"),
-        ('{"curves": [{"mode": "sideways"}]}', "is not one of a run, study or sweep"),
+        ("{", "is not that of a run, study or sweep"),
+        ('{"outcomes": []}', "is not that of a run, study or sweep"),
+        ('{"curves": [{"mode": "sideways"}]}', "is not that of a run, study or sweep"),
     ],
 )
 def test_what_cannot_be_reported_gives_one_message_and_code_2(tmp_path, capsys, content, says):

@@ -335,7 +335,7 @@ def test_what_is_logged_returns_at_once_although_mlflow_hangs(uri, monkeypatch):
 @pytest.mark.parametrize("text", ["{}", "[]", "nonsense", '{"curves": 1}', '{"trials": []}'])
 def test_a_file_that_holds_no_record_is_refused_when_it_is_sent(tmp_path, text):
     (tmp_path / "record.json").write_text(text)
-    with pytest.raises(TrackingError, match="is not one of a run, study or sweep"):
+    with pytest.raises(TrackingError, match="is not that of a run, study or sweep"):
         send_record(tmp_path / "record.json")
     with pytest.raises(TrackingError, match="cannot be read"):
         send_record(tmp_path / "other.json")

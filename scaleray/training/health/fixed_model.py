@@ -67,7 +67,7 @@ class FixedModel:
             return ""
         self._is_said = True
         return (
-            f"the attribute {changed.replace('/', '.').lstrip('.')} of the model changes in training, and neither "
+            f"the attribute {changed.replace('/', '.').lstrip('.')} of the model changes during training, and neither "
             "checkpoints nor the final weights hold it; if later steps or evaluations read it, register it with "
             "register_buffer(), or return it in state_dict() of the workload"
         )

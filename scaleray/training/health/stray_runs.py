@@ -46,14 +46,14 @@ def stray(before: Sequence[str]) -> str:
     active = _active()
     name = active.info.run_name if active is not None and active.info.run_id in new else new[0]
     return (
-        f"the workload logs with mlflow's own functions, into the run {name!r} at "
-        f"{sys.modules['mlflow'].get_tracking_uri()}, not into this training's run; to log into this one use "
+        f"the workload logs with mlflow's own functions into the run {name!r} at "
+        f"{sys.modules['mlflow'].get_tracking_uri()} instead of this training's run; to log into this one, use "
         "run.log_metrics({...}) in a callback, or metrics()"
     )
 
 
 def run_ids() -> tuple[str, ...]:
-    """Ids of the active run of MLflow's library and of the last one that ended, if any."""
+    """IDs of the active run of MLflow's library and of the last one that ended, if any."""
     active, fluent = _active(), sys.modules.get("mlflow.tracking.fluent")
     # mlflow.last_active_run() would ask the server
     last = getattr(getattr(fluent, "_last_active_run_id", None), "get", lambda: None)()

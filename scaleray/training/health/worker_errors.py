@@ -122,7 +122,7 @@ def explained(exc: Exception) -> DataError | WorkloadError | None:
         return DataError(
             "a micro-batch of one worker",
             "a single row",
-            "batch normalisation needs two to train on",
+            "batch normalisation needs at least two for training",
             "leave out the partial batch at the end of an epoch with --batch.drop-last, or enlarge batch.micro_size",
         )
     return None

@@ -60,7 +60,7 @@ def check_row_lengths(config: RunConfig, train: Split) -> None:
         raise ConfigError(
             "batch.unit",
             "tokens",
-            "pipeline needs the same micro-batches in every step, and steps of tokens differ in rows",
+            "pipeline needs the same micro-batches in every step, but steps of tokens differ in rows",
             "count in samples, or use ddp, fsdp or zero1",
         )
     memory = config.memory
@@ -71,7 +71,7 @@ def check_row_lengths(config: RunConfig, train: Split) -> None:
         raise ConfigError(
             key,
             value,
-            "batch.micro_size counts tokens here, and the search tries numbers of rows",
+            "batch.micro_size counts tokens here, but the search tries numbers of rows",
             f"leave out batch.micro_size, which divides a worker's share by rows, or leave out {key}",
         )
     if config.batch.drop_last:

@@ -66,7 +66,7 @@ def _build(
         splits = traits_of(recipe.strategy).splits_parameters or recipe.degrees.whole > 1
         if own is not None and splits and not acts_on_elements(own):
             in_use.warnings.append(
-                f"the workload's own optimizer() ({type(own).__name__}) needs whole matrices, and under "
+                f"the workload's own optimizer() ({type(own).__name__}) needs whole matrices, but under "
                 f"{recipe.strategy} each worker has a part of them: updates differ from those of one process by "
                 "rounding, or by more if it treats a part as the whole; scaleray verify measures the difference"
             )

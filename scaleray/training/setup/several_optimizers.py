@@ -152,7 +152,7 @@ def config_for(losses: Collection[str] | None, config: RunConfig, strategy: str)
     traits = traits_of(strategy)
     why = f"the workload has {len(losses)} losses ({', '.join(losses)})"
     if traits.trains_apart or strategy == "pipeline":
-        reason = "replicas average after steps of one optimizer" if traits.trains_apart else "its stages run one loss"
+        reason = "replicas average after steps of one optimizer" if traits.trains_apart else "stages run only one loss"
         able = [n for n, t in TRAITS.items() if not t.trains_apart and n not in ("pipeline", "single")]
         raise ConfigError("strategy.name", strategy, f"{why}, and {reason}", f"use {', '.join(able)}")
     refused = {

@@ -68,7 +68,7 @@ def check_batch_loss(workload: Any, config: RunConfig, strategy: str) -> None:
         able = [n for n, t in TRAITS.items() if not t.trains_apart and n not in ("pipeline", "single")]
         raise ConfigError("strategy.name", strategy, f"{why}, but {reason}", f"use {', '.join(able)}")
     if config.parallel.context not in (None, 1):
-        raise ConfigError("parallel.context", config.parallel.context, f"{why}, and it splits rows", "leave it out")
+        raise ConfigError("parallel.context", config.parallel.context, f"{why}, and this splits rows", "leave it out")
     if config.noise_scale.measure is not False:
         reason = "the noise scale needs gradients of rows that do not depend on each other"
         hint = "leave noise_scale.measure out"

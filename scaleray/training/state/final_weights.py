@@ -26,7 +26,7 @@ def hand_on_weights(
         if save is not None and setup.averaging.keeps_trained:
             shares[TRAINED_WEIGHTS] = setup.parallel.weights()
         setup.averaging.swap()
-        kept = "trained weights are next to them" if setup.averaging.keeps_trained else "the optimizer computes it"
+        kept = "the trained weights are stored too" if setup.averaging.keeps_trained else "the optimizer computes it"
         reporter.say(f"the final weights are the average that was evaluated; {kept}")
     if save is not None:
         shares[FINAL_WEIGHTS] = setup.parallel.weights()

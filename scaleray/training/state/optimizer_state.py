@@ -67,7 +67,7 @@ def optimizer_templates(
     if not is_same:
         raise CheckpointError.problem(
             "the optimizer",
-            f"has {sum(map(len, own_groups))} parameters in {len(own_groups)} groups, and the checkpoint "
+            f"has {sum(map(len, own_groups))} parameters in {len(own_groups)} groups, but the checkpoint has "
             f"{sum(map(len, saved_groups))} in {len(saved_groups)}: names or groups differ",
             "resume with the same model and the same frozen parameters",
         )

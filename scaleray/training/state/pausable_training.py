@@ -207,11 +207,11 @@ class StepwiseTraining:
         self._happened.put(Ended(error=error))
 
     def save(self, folder: str) -> None:
-        """Save the state while the training waits. If that fails, raises the error."""
+        """Save the state while the training waits. Raises the error if that fails."""
         self._decisions.put(Decision(save_to=folder))
         happened = self.wait()
         if isinstance(happened, Ended):
-            raise happened.error or RunFailedError("the training ended while it was saved")
+            raise happened.error or RunFailedError("the training ended while its state was saved")
 
     def stop(self, timeout_s: float = 30.0) -> bool:
         """End a training that is waiting or has not begun. Returns False if it did not end in time."""

@@ -315,7 +315,7 @@ class Evaluator:
             own = self._own.sums(self.name, self._with_rows()) if self._own is not None else {}
             if taken := own.keys() & (totals.keys() | self._objects.names):
                 raise WorkloadError.problem(
-                    f"evaluate()[{min(taken)!r}]", "has the name of a result of metrics()", "use another"
+                    f"evaluate()[{min(taken)!r}]", "has the same name as a result of metrics()", "use another"
                 )
             self.enter(Phase.COMMUNICATION)
             own.update((own_method(self.workload, "end_of_split") or dict)())

@@ -346,7 +346,7 @@ def to_text(
     words = f"it depends on how a batch is cut: {rows[0]} rows give {one:.6g} each, {rows[1]} and {rows[2]} of them "
     words += f"{other:.6g} ({by})"
     if whole[1] != halves[1]:
-        words += f"; the count is {whole[1]:g}, and {first[1]:g} and {second[1]:g} of the halves"
+        words += f"; the count is {whole[1]:g}, and those of the halves {first[1]:g} and {second[1]:g}"
     return words
 
 

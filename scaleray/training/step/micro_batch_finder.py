@@ -1,7 +1,7 @@
-"""Find the largest micro-batch that fits, by training steps under the real strategy and undoing them.
+"""Find the largest micro-batch that fits, using training steps under the real strategy that are then undone.
 
-Peak memory grows almost linearly with the micro-batch, so two small trials determine the next size. Memory therefore
-rarely runs out, on which ranks in the middle of a collective could not agree. The result has been tried on all ranks
+Peak memory grows almost linearly with the micro-batch, so two small trials determine the next size. So memory rarely
+runs out, which is important because ranks in the middle of a collective could not agree on it. All ranks try the result
 together."""
 
 import contextlib
@@ -105,7 +105,7 @@ def find(
             "memory.limit_gib",
             round(search.full_limit / GIB, 6),
             f"a micro-batch of {least.micro_batch_size} needs {least.peak_bytes / GIB:.3g} GiB, "
-            "and memory.reserve stays free",
+            "and memory.reserve must stay free",
             "use activations.checkpointing full, which saves most, or a strategy that shards the model's weights",
         )
     return Found(max(fitting), tuple(trials), search.full_limit, largest)

@@ -105,7 +105,10 @@ class WholeBatchLoss:
             total, count = self._loss_of(leaves)
             if not total.requires_grad:
                 raise WorkloadError(
-                    "batch_loss()", "a constant", "it must depend on the outputs with a gradient", "do not detach them"
+                    "batch_loss()",
+                    "a constant",
+                    "it must depend on the outputs and have a gradient",
+                    "do not detach them",
                 )
             gradients = iter(torch.autograd.grad(total, inputs, allow_unused=True))
         self._gradients = {}

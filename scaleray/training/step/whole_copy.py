@@ -48,7 +48,8 @@ class WholeCopy:
         if self.place.all_reduce_max([lacking])[0] > 0:
             raise WorkloadError.problem(
                 what,
-                f"needs the whole model ({memory(need)}) on each of the {self.place.world_size} workers, without room",
+                f"needs the whole model ({memory(need)}) on each of the {self.place.world_size} workers, which have no "
+                "room for it",
                 "measure in metrics(), whose passes all workers run together, or use scaleray evaluate on a checkpoint",
             )
 
