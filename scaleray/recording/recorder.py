@@ -247,7 +247,7 @@ class Recorder(SignsOfLife):
         self._writer.put(EndRun("KILLED", in_ms(time.time())))
 
     def close(self) -> None:
-        """Stop serving metrics; corresponds to the end of the actor."""
+        """Stop serving metrics, as the end of the actor would."""
         self.publishing.close()
 
     def log_files(self, paths: Sequence[str], folder: str | None = None) -> None:

@@ -69,8 +69,7 @@ class OwnPlateau(LRScheduler):
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def restart(self, first: dict[str, Any], position: int) -> None:
-        """Reduce the current rates of the groups, those at another training's start, as this training's were
-        reduced."""
+        """Apply this training's reductions to the groups' current rates, the first ones of another training."""
         now, before = [float(rate) for rate in self.get_last_lr()], self.scheduler._last_lr
         for group, rate, was, start in zip(self.optimizer.param_groups, now, before, self.first_rates, strict=True):
             set_rate(group, float(was) if rate == start else rate * float(was) / start)
