@@ -1,6 +1,6 @@
 """Every error that scaleray raises on purpose.
 
-    ScaleRayError                  exit code 1 unless a subclass says otherwise
+    ScaleRayError                  exit code 1 unless a subclass sets another
     |-- UsageError                 exit code 2: the user can fix it without changing scaleray
     |   |-- ConfigError            a key of the config, its value, what is allowed
     |   |-- WorkloadError          the user's workload does not import or breaks its contract

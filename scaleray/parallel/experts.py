@@ -102,8 +102,8 @@ class Experts(DivisibleExperts):
 
 
 class TransformersExperts(DivisibleExperts):
-    """Experts of a transformers model, such as Mixtral's. A base class in front of their own class, whose grouped
-    products do not exist in float64."""
+    """Experts of a transformers model, such as Mixtral's. A base class placed before their own class, whose grouped
+    products do not support float64."""
 
     @staticmethod
     def fits(module: nn.Module) -> bool:

@@ -263,8 +263,8 @@ class Replicas:
 
     @staticmethod
     def _add_distance(totals: torch.Tensor, own: torch.Tensor, mean: torch.Tensor, copies: int) -> None:
-        """Add a tensor's squared distance and squared norm to `totals`. copies: number of ranks of a replica that do
-        so."""
+        """Add a tensor's squared distance and squared norm to `totals`. copies: number of ranks of a replica that add
+        it."""
         totals[0] += (own - mean).abs().double().square().sum() / copies
         totals[1] += mean.abs().double().square().sum() / copies
 
@@ -290,8 +290,7 @@ class Replicas:
         return {key: counts[part] for key, part in mine.items()}
 
     def _buckets(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Lists of tensors of one type, each filling a bucket but for the last of its type, in one order on all
-        ranks."""
+        """Lists of tensors of one type, each filling a bucket except the last of a type; same order on all ranks."""
         open_ones: dict[torch.dtype, list[torch.Tensor]] = {}
         for tensor in tensors:
             bucket = open_ones.setdefault(tensor.dtype, [])

@@ -147,7 +147,7 @@ class Shards:
 
 
 def present_anywhere(has_one: Sequence[bool], group: dist.ProcessGroup, device: torch.device) -> list[bool]:
-    """Whether any rank of `group` has each of some gradients, of which this rank has these. Collective.
+    """For each gradient, whether any rank of `group` has it, given those that this rank has. Collective.
 
     Only a rank that lacks one waits for the device."""
     present = on_device(has_one, device, torch.int32)

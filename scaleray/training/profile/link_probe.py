@@ -19,8 +19,8 @@ LONGEST_S = 0.25
 """Maximum seconds of one message; on a slow link the message is shorter."""
 REPEATS = 3
 MOST_RANKS = 8
-"""Maximum number of ranks of which all pairs are measured. With more, only the first rank of each node takes part, and
-of these only the first ones."""
+"""Maximum number of ranks that take part. If there are more, only the first rank of each node does, up to this
+number."""
 
 
 def probe_links(place: RankContext, *, limit_s: float = math.inf) -> list[LinkRow]:

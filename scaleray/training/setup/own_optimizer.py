@@ -214,7 +214,7 @@ def _unmoved(build: Build, own: torch.optim.Optimizer, values: OptimizerValues, 
 
 
 def _other(values: OptimizerValues) -> OptimizerValues:
-    """Other values, all of which are possible as well."""
+    """Values that differ in every setting and are equally valid."""
     part = lambda value: 0.25 if value == 0.5 else 0.5
     rate = {} if isinstance(values, WithoutRate) else {"learning_rate": values.learning_rate / 2}
     return values.changed(
