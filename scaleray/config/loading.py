@@ -107,7 +107,7 @@ def read_file(path: Path) -> dict[str, Entry]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         near = sorted(str(p) for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-        hint = f"YAML files there: {', '.join(near)}" if near else "check the path; it is relative to the current folder"
+        hint = f"YAML files there: {', '.join(near)}" if near else "check the path, which is relative to this folder"
         raise ConfigError("config file", str(path), "it does not exist", hint) from None
     except (OSError, ValueError) as exc:  # ValueError: a NUL in the path, or text that is not UTF-8
         raise ConfigError("config file", str(path), f"it cannot be read: {exc}") from exc

@@ -1,7 +1,7 @@
 """Meter of the gradient noise scale: measures it during the training, without affecting it, and keeps averages.
 
 Every `noise_scale.every_steps` steps it takes squared norms of gradients at two batch sizes, one small all-reduce, and
-updates two averages. The arithmetic is in `scaling.noise.noise_scale`; `training.noise.sources` reads the gradients."""
+updates two averages. The arithmetic is in `noise_scale.py`; `gradient_sources.py` reads the gradients."""
 
 import math
 from collections.abc import Callable, Mapping
