@@ -1,1 +1,1 @@
-"""A running training: its state, metrics page, alerts and dashboards, and displays for the user."""
+"""A run in progress: its state, metrics page, alerts, dashboards and displays for the user."""

@@ -13,7 +13,7 @@ Source = Literal["Prometheus", "Ray", "Ray Data", "DCGM"]
 class ForeignMetric:
     """A metric of another program.
 
-    kind: as in its source. node_label: the label with the address of the measured node, if there is one."""
+    kind: type in its source. node_label: label with the address of the measured node, if any."""
 
     name: str
     source: Source
@@ -24,12 +24,12 @@ class ForeignMetric:
 
 
 def _agent(name: str, help: str) -> ForeignMetric:
-    """A metric of the agent on each node."""
+    """A metric published by Ray's agent on each node."""
     return ForeignMetric(f"ray_{name}", "Ray", help, node_label="ip")
 
 
 def _ray(name: str, help: str) -> ForeignMetric:
-    """A metric of Ray's other processes."""
+    """A metric published by Ray's other processes."""
     return ForeignMetric(f"ray_{name}", "Ray", help, node_label="NodeAddress")
 
 
@@ -39,28 +39,28 @@ def _gpu(
     return ForeignMetric(f"DCGM_FI_{name}", "DCGM", help, kind, is_on_by_default=is_on_by_default)
 
 
-UP = ForeignMetric("up", "Prometheus", "1 where the last scrape of a target succeeded")
+UP = ForeignMetric("up", "Prometheus", "1 if the last scrape of a target succeeded")
 ALERTS = ForeignMetric("ALERTS", "Prometheus", "1 for each alert that is pending or firing")
 
-NODE_CPU = _agent("node_cpu_utilization", "use of all cores, %")
-NODE_MEMORY_USED = _agent("node_mem_used", "memory in use, bytes; of the container where there is one")
-NODE_MEMORY = _agent("node_mem_total", "memory of the node, bytes; of the container where there is one")
+NODE_CPU = _agent("node_cpu_utilization", "use of all cores, in %")
+NODE_MEMORY_USED = _agent("node_mem_used", "memory in use, in bytes; of the container if there is one")
+NODE_MEMORY = _agent("node_mem_total", "memory of the node, in bytes; of the container if there is one")
 NODE_DISK_FREE = _agent("node_disk_free", "free bytes of the disk of Ray's temporary folder")
 NODE_DISK_USED = _agent("node_disk_usage", "bytes in use on the disk of Ray's temporary folder")
-NODE_SENT = _agent("node_network_send_speed", "bytes a second sent, all interfaces")
-NODE_RECEIVED = _agent("node_network_receive_speed", "bytes a second received, all interfaces")
+NODE_SENT = _agent("node_network_send_speed", "bytes sent per second over all interfaces")
+NODE_RECEIVED = _agent("node_network_receive_speed", "bytes received per second over all interfaces")
 NODES = ForeignMetric("ray_cluster_active_nodes", "Ray", "nodes that are alive, by type")
 RESOURCES = _ray("resources", "logical resources by name and state (USED, AVAILABLE)")
 TASKS = _ray("tasks", "tasks by state and name")
-INFEASIBLE = _ray("internal_num_infeasible_scheduling_classes", "kinds of tasks that no node could ever run")
+INFEASIBLE = _ray("internal_num_infeasible_scheduling_classes", "kinds of tasks that no node can ever run")
 FAILED_STARTS = _ray("scheduler_failed_worker_startup_total", "worker processes that did not start, by reason")
 OBJECT_STORE_USED = _ray("object_store_used_memory", "bytes of the object store in use")
 OBJECT_STORE_FREE = _ray("object_store_available_memory", "bytes of the object store that are free")
-SPILLED = _ray("spill_manager_objects_bytes", "bytes of objects on disk, or moving there, by state")
+SPILLED = _ray("spill_manager_objects_bytes", "bytes of objects on disk or being moved there, by state")
 PROCESS_MEMORY = _agent("component_rss_bytes", "resident memory of Ray's processes, by component")
 
 ITER_BLOCKED_S = ForeignMetric(
-    "ray_data_iter_total_blocked_seconds", "Ray Data", "seconds that training waited for batches; a gauge that grows"
+    "ray_data_iter_total_blocked_seconds", "Ray Data", "total seconds that training waited for batches, as a gauge"
 )
 
 GPU_ENGINE_ACTIVE = _gpu("PROF_GR_ENGINE_ACTIVE", "Ratio of time the graphics engine is active.")
@@ -88,7 +88,7 @@ GPU_ECC_DOUBLE_BIT = _gpu(
     "DEV_ECC_DBE_VOL_TOTAL", "Total number of double-bit volatile ECC errors.", "counter", is_on_by_default=False
 )
 NANOSECONDS = 1e9
-"""Increase per second of a throttling counter while the GPU is throttled."""
+"""Increase per second of a throttling counter while a GPU is throttled."""
 GPU_THROTTLED = tuple(
     _gpu(f"DEV_{reason}_VIOLATION", f"Throttling duration due to {words} (in ns).", "counter", is_on_by_default=False)
     for reason, words in (

@@ -1,5 +1,5 @@
-"""The live state of a run, study or sweep from its folder on this machine: one that is starting, training, ended or
-killed, or from a version without live.json."""
+"""Live state of a run, study or sweep, read from its folder on this machine: starting, training, ended or killed, or
+written by a version without live.json."""
 
 import contextlib
 import csv
@@ -25,17 +25,17 @@ LAST_FACTS = (
     "input_wait_share", "best_samples_per_s", "metrics", "repeated_steps", "goodput", "checkpoint_step",
     "checkpoint_at", "phases", "ranks",
 )  # fmt: skip
-"""Facts of a run that still hold after its end."""
+"""Facts about a run that remain valid after its end."""
 OF_RECORD = (
     "name", "status", "verdict", "run_id", "mlflow_link", "strategy", "workers", "step_time_s", "samples_per_s",
     "tokens_per_s", "input_wait_share", "metrics", "nonfinite_steps",
 )  # fmt: skip
-"""Facts that a record and a live state have in common."""
+"""Facts common to a record and a live state."""
 ASKED = {"sweep.json": "sweep", "study.json": "study"}
 
 
 def state_in_folder(folder: Path) -> LiveState | None:
-    """State of the folder's run now; None if it is not the folder of a run, study or sweep."""
+    """Current state of the run in a folder; None if the folder is not of a run, study or sweep."""
     live, record = _live(folder), _record(folder)
     if record is not None and (live is None or (not live.has_ended and _is_older(live, folder))):
         state = of_record(record, folder)
@@ -46,19 +46,18 @@ def state_in_folder(folder: Path) -> LiveState | None:
 
 
 def _is_older(live: LiveState, folder: Path) -> bool:
-    """Whether a state is older than the record: a resumed run still has the record of its first end."""
+    """Whether the record is newer than a state: a resumed run still has the record of its first end."""
     return (live.seen_at or 0.0) <= (folder / RECORD).stat().st_mtime
 
 
 def _with_last_facts(ended: LiveState, live: LiveState) -> LiveState:
-    """The state of a record, completed with facts of the last live state: the record is written a moment before
-    that."""
+    """State from a record, completed with facts of the last live state, which is written a moment after it."""
     lacking = {name: getattr(live, name) for name in LAST_FACTS if not getattr(ended, name)}
     return dataclasses.replace(ended, **lacking)
 
 
 def as_lost(state: LiveState) -> LiveState:
-    """The state, marked LOST if the run has been silent for too long."""
+    """A state, marked LOST if the run has been silent for too long."""
     silent_s = time.time() - state.seen_at if state.seen_at is not None else 0.0
     if state.has_ended or silent_s < LOST_S:
         return state
@@ -66,7 +65,7 @@ def as_lost(state: LiveState) -> LiveState:
 
 
 def runs_in(storage: str | None = None, *, ended_within_s: float = 3600.0) -> list[LiveState]:
-    """Runs in a storage path that are active or ended within this time, newest first."""
+    """Runs in a storage path that are active or ended within the given time, newest first."""
     root, found = Path(storage or default_storage_path()), []
     with contextlib.suppress(OSError):
         for folder in root.iterdir():
@@ -114,7 +113,7 @@ def of_record(record: AnyRecord, folder: Path) -> LiveState:
 
 
 def _without_either(folder: Path) -> LiveState | None:
-    """State of a run that has no record and no live.json."""
+    """State of a run without a record or a live.json."""
     name = folder.name
     about = _json(folder / RUN)
     if about is None or not isinstance(about.get("name"), str):
@@ -165,7 +164,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _touched_at(folder: Path) -> float:
-    """When a file of the folder was last written."""
+    """Time of the last write to any file in the folder."""
     times = [folder]
     with contextlib.suppress(OSError):
         times += list(folder.iterdir())
@@ -177,7 +176,7 @@ def _touched_at(folder: Path) -> float:
 
 
 def _replayed(folder: Path) -> RunState:
-    """State of a run from its steps alone."""
+    """State of a run, reconstructed from its steps alone."""
     state = RunState()
     with contextlib.suppress(OSError), open(folder / STEPS, newline="") as file:
         for row in csv.DictReader(file):

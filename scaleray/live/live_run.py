@@ -1,6 +1,6 @@
-"""Live state of a run, which is written to live.json every two seconds.
+"""Live state of a run, written to live.json every two seconds.
 
-The file alone suffices for a page: a long run's `steps.csv` is too large to be read repeatedly."""
+The watch page reads only this file, as a long run's `steps.csv` is too large to read repeatedly."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from scaleray.records.run_record import Heartbeat
 
 
 def alerts_in(folder: Path) -> list[Alert]:
-    """The newest state of each alert, in the order in which they first fired."""
+    """Newest state of each alert, in the order in which the alerts first fired."""
     text = ""
     with contextlib.suppress(OSError):
         text = (folder / ALERTS_FILE).read_text(errors="replace")
@@ -37,8 +37,8 @@ def live_state(
     beats: Sequence[Heartbeat] = (),
     waiting: int = 0,
 ) -> LiveState:
-    """Current state. identity: the run in MLflow, once it exists. beats: the last heartbeat of every rank. waiting:
-    points that MLflow has not accepted."""
+    """Current state. identity: the run in MLflow, once it exists. beats: last heartbeat of each rank. waiting: number
+    of points that MLflow has not accepted."""
     d = description
     return state.live_state(
         name=d.run_name,
@@ -59,7 +59,7 @@ def live_state(
 
 
 class LiveFile:
-    """Writes a run's state into its local folder, in its own thread, as MLflow may block the recorder's."""
+    """Writes a run's state to its local folder, in a separate thread because MLflow may block the recorder's."""
 
     def __init__(self, folder: Path, state: Callable[[], LiveState]) -> None:
         self._path, self._state = folder / FILE, state
@@ -70,14 +70,14 @@ class LiveFile:
         self._before: bytes | None = None
 
     def start(self) -> None:
-        """Write the file now, and periodically from then on."""
+        """Write the file now, and then periodically."""
         with contextlib.suppress(OSError):
             self._before = self._path.read_bytes()
         self.write()
         self._thread.start()
 
     def put_back(self) -> None:
-        """Restore the file as it was before `start`: the run did not continue."""
+        """Restore the file that existed before `start`, as the run did not continue."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -86,12 +86,12 @@ class LiveFile:
                 self._path.write_bytes(self._before)
 
     def end(self) -> None:
-        """Write the file a last time."""
+        """Write the file one last time."""
         self._stop.set()
         self.write()
 
     def write(self) -> None:
-        """Replace the file with the newest state; does nothing if the disk is full."""
+        """Replace the file with the newest state; do nothing if the disk is full."""
         with self._lock, contextlib.suppress(OSError):
             write_whole(self._path, json.dumps(self._state().to_dict()))
 
@@ -101,7 +101,7 @@ class LiveFile:
 
 
 def ranks_of(beats: Sequence[Heartbeat]) -> list[RankNow]:
-    """Activity of each rank, and its lateness at collectives."""
+    """Activity and lateness at collectives of each rank."""
     waits = {beat.rank: beat.recent.phases.get(Phase.COMMUNICATION, 0.0) for beat in beats if beat.recent is not None}
     late = dict(zip(waits, late_s(list(waits.values())), strict=True)) if len(waits) > 1 and any(waits.values()) else {}
     return [
@@ -121,7 +121,7 @@ def ranks_of(beats: Sequence[Heartbeat]) -> list[RankNow]:
 
 
 def mean_phases(beats: Sequence[Heartbeat]) -> dict[str, float]:
-    """Seconds of each part of a step, the mean of the ranks."""
+    """Seconds of each part of a step, averaged over the ranks."""
     known = [beat.recent.phases for beat in beats if beat.recent is not None]
     names = dict.fromkeys(name for phases in known for name in phases)
     return {name: sum(phases.get(name, 0.0) for phases in known) / len(known) for name in names}

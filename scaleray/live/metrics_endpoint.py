@@ -1,4 +1,4 @@
-"""A page on 127.0.0.1 with a run's metrics in Prometheus' text format, made for each request."""
+"""A page on 127.0.0.1 with a run's metrics in Prometheus' text format, generated for each request."""
 
 import errno
 import socket
@@ -14,12 +14,12 @@ from scaleray.errors import ConfigError
 from scaleray.live.state.series import Series, by_metric
 
 HOST = "127.0.0.1"
-"""The page has no password, so it is served only on this machine."""
+"""Address of the page, which has no password and is therefore served only on this machine."""
 KEY = "monitoring.port"
 
 
 class MetricsEndpoint:
-    """Serve the result of `series` in separate threads until it is closed. Raises ConfigError for a port in use."""
+    """Serves the result of `series` in threads until it is closed. Raises ConfigError if the port is in use."""
 
     def __init__(self, port: int, series: Callable[[], Sequence[Series]]) -> None:
         from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -43,7 +43,7 @@ class MetricsEndpoint:
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    """A thread for each request: a slow client delays no other."""
+    """HTTP server with a thread for each request, so that a slow client does not delay others."""
 
     daemon_threads = True
 
@@ -56,17 +56,17 @@ class _Silent(WSGIRequestHandler):
 
 
 class _Collector:
-    """Collector for prometheus_client."""
+    """Collector of the run's series for prometheus_client."""
 
     def __init__(self, series: Callable[[], Sequence[Series]]) -> None:
         self._series = series
 
     def describe(self) -> Iterable[Any]:
-        """Return no descriptions: series must not be requested before there is a run."""
+        """Return no descriptions, as series cannot be requested before the run exists."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        """The metrics that have a value now."""
+        """Yield the metrics that currently have a value."""
         from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
         for metric, found in by_metric(self._series()).items():
@@ -78,8 +78,8 @@ class _Collector:
 
 
 def chosen_port(port: int | None) -> int | None:
-    """The port that a run may serve on: `port`, or a free one for 0. Raises ConfigError for one in use; if it is taken
-    later, the endpoint itself reports it.
+    """Port on which a run can serve: `port`, or a free one if it is 0. Raises ConfigError if it is in use; if it is
+    taken later, the endpoint reports it.
     """
     if port is None:
         return None
@@ -93,7 +93,7 @@ def chosen_port(port: int | None) -> int | None:
 
 
 def port_error(port: int, problem: OSError) -> ConfigError:
-    """Message on a port that cannot be used."""
-    why = {errno.EADDRINUSE: "another program listens on it", errno.EACCES: "this user may not listen on it"}
+    """Error for a port that cannot be used."""
+    why = {errno.EADDRINUSE: "another program listens on it", errno.EACCES: "you are not allowed to listen on it"}
     want = f"{why.get(problem.errno or 0, problem.strerror)} on {HOST}"
-    return ConfigError(KEY, port, want, "0 chooses a free port and prints it; another run may be using this one")
+    return ConfigError(KEY, port, want, "another run may be using it; 0 chooses a free port and prints it")

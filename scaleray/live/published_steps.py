@@ -1,7 +1,7 @@
-"""steps.csv in a run's remote folder, such as a bucket, which cannot be appended to: parts of bounded size.
+"""steps.csv as parts of bounded size in a run's remote folder, such as a bucket, whose files cannot be appended to.
 
-Each checkpoint sends the last part again, and all newer ones. The first part is steps.csv itself, so a short run has no
-other; when a run ends, the whole file replaces the parts."""
+Each checkpoint sends the last part again, and all newer ones. The first part is steps.csv itself, the only part of a
+short run. When a run ends, the whole file replaces the parts."""
 
 import contextlib
 import re
@@ -11,20 +11,20 @@ from pathlib import Path, PurePath
 from scaleray.checkpoints.storage import Store
 
 PART_BYTES = 2**18
-"""Size at which a part ends with its row: the most that a checkpoint sends again, about two thousand steps."""
+"""Size in bytes at which a part is complete: the most that a checkpoint sends again, about two thousand steps."""
 
 
 class PublishedSteps:
-    """Sends the rows of a file to a store. Raises OSError."""
+    """Sends the rows of a file to storage. Raises OSError."""
 
     def __init__(self, path: Path, store: Store) -> None:
         self._store, self._path = store, path
         self._ends: list[int] = []
-        """End in the file of each part that was sent."""
+        """End position in the file of each part that was sent."""
         self._version = -1
 
     def send(self, version: int) -> None:
-        """Send the rows that the store lacks. version: differs from the last one if earlier rows have changed."""
+        """Send the rows missing in storage. version: differs from the last call's if earlier rows have changed."""
         is_known = self._version == version
         kept = self._ends[:-1] if is_known else []
         with open(self._path, "rb") as file:
@@ -45,14 +45,14 @@ class PublishedSteps:
         self._ends, self._version = ends, version
 
     def join(self) -> None:
-        """Replace the parts, if any, by the whole file."""
+        """Replace the parts, if any, with the whole file."""
         if _parts(self._store, self._path.name):
             self._store.write(self._path.name, [self._path.read_bytes()])
             self._remove_parts(after=0)
             self._version = -1
 
     def send_file(self, path: Path) -> None:
-        """Send the store another whole file of the run; or remove it there if it no longer exists here."""
+        """Send another whole file of the run to storage, or remove it there if it no longer exists here."""
         if path.exists():
             self._store.write(path.name, [path.read_bytes()])
         else:
@@ -65,7 +65,7 @@ class PublishedSteps:
 
 
 def read(store: Store, name: str) -> bytes:
-    """All rows of a steps.csv in a store, from its parts. Raises FileNotFoundError if there is none."""
+    """Read all rows of a steps.csv in storage from its parts. Raises FileNotFoundError if there is none."""
     content, last = [], 0
     for part in (name, *(part for _, part in _parts(store, name))):
         # rows that come again were left by a kill beside a whole file, and are no damage
@@ -91,7 +91,7 @@ def _part(name: str, number: int) -> str:
 
 
 def _parts(store: Store, name: str) -> list[tuple[int, str]]:
-    """The parts after the first, in their order."""
+    """Parts after the first one, in order."""
     path = PurePath(name)
     pattern = re.compile(rf"{re.escape(path.stem)}-(\d+){re.escape(path.suffix)}")
     return sorted((int(found[1]), one) for one in store.names() if (found := pattern.fullmatch(one)))

@@ -1,4 +1,4 @@
-"""Series of a running process: served on 127.0.0.1 if a port was given, and passed at intervals to a function that
+"""Publish the series of a running process: on 127.0.0.1 if a port is given, and periodically through a function that
 publishes them elsewhere."""
 
 import threading
@@ -12,13 +12,13 @@ from scaleray.live.state.series import Series
 
 PUBLISH_EVERY_S = 5.0
 READ_WITHIN_S, LAST_READ_S = 30.0, 6.0
-"""The end waits for a last read of the page if it was read within READ_WITHIN_S seconds, for at most LAST_READ_S: a
-reader that misses a run's end reports it as lost."""
+"""If the page was read within READ_WITHIN_S seconds, `end` waits up to LAST_READ_S for a last read: a reader that
+misses a run's end reports the run as lost."""
 
 
 class Publisher(ABC):
-    """Publishes the series of a subclass. port: None disables the page. publish: receives, in a thread, the series that
-    no other process publishes, or None. say: logs the first failure, which is otherwise ignored."""
+    """Publishes the series of a subclass. port: None disables the page. publish: called in a thread with the series
+    that no other process publishes, or None. say: logs the first failure; failures are otherwise ignored."""
 
     publish: Callable[[Sequence[Series]], None] | None = None
     say: Callable[[str], None] | None = None
@@ -42,14 +42,14 @@ class Publisher(ABC):
         """Series that no other process publishes."""
 
     def open(self) -> None:
-        """Begin to serve and to publish. Raises ConfigError for a port in use."""
+        """Start serving and publishing. Raises ConfigError if the port is in use."""
         if self._port is not None and self._endpoint is None:
             self._endpoint = MetricsEndpoint(self._port, self._shown)
         if self.publish is not None:
             threading.Thread(target=self._publish_on, name="scaleray-metrics", daemon=True).start()
 
     def end(self, status: str) -> None:
-        """Publish the end, and wait for a last read of the page. status: named as in MLflow."""
+        """Publish the end of the run, and wait for a last read of the page. status: named as in MLflow."""
         self._status = status
         self._has_ended.set()
         self._publish()

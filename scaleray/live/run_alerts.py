@@ -1,7 +1,7 @@
-"""Check a run during its training, in a thread next to its recorder, and deliver its alerts.
+"""Check a run while it trains, in a thread next to its recorder, and deliver its alerts.
 
 Each check uses every step's loss and gradient norm, and the series that the run publishes. Studies and sweeps have
-their own series (`measured_metrics.py`); their single trainings are not checked."""
+their own series (`measured_series.py`); their individual trainings are not checked."""
 
 import contextlib
 import dataclasses
@@ -35,7 +35,7 @@ from scaleray.records.run_record import EventRecord
 from scaleray.records.start import steady_time
 
 MOST_WAITING = 100
-"""Most alerts that wait for a receiver; further ones are dropped."""
+"""Most alerts queued for a receiver; further ones are dropped."""
 FIRST_PAUSE_S = 1.0
 SHOWN_ANSWER = 200
 TRIED_AGAIN = (408, 425, 429)
@@ -43,7 +43,7 @@ TRIED_AGAIN = (408, 425, 429)
 
 
 class DeliveryError(Exception):
-    """A receiver rejected an alert. may_later: whether another attempt may help."""
+    """A receiver did not accept an alert. may_later: whether another attempt may succeed."""
 
     def __init__(self, why: str, *, may_later: bool = True) -> None:
         super().__init__(why)
@@ -51,10 +51,10 @@ class DeliveryError(Exception):
 
 
 class Delivery:
-    """Delivers bodies to one receiver, in their order, in a thread: failures never reach the training. The receiver's
-    address, which may hold a secret, is never logged. send: makes one attempt, and raises DeliveryError.
+    """Delivers bodies to one receiver, in order, in a thread, so that failures never reach the training. The receiver's
+    address is never logged, as it may contain a secret. send: makes one attempt, or raises DeliveryError.
 
-    say: logs the first failure, and the first after a success. pause: waits, or returns true when the run is over."""
+    say: logs the first failure, and the first one after a success. pause: waits; returns true if the run is over."""
 
     def __init__(
         self,
@@ -74,14 +74,14 @@ class Delivery:
         self._thread.start()
 
     def put(self, alert: str, body: bytes) -> None:
-        """Queue an alert, by its name. Returns immediately."""
+        """Queue an alert with its name, and return immediately."""
         try:
             self._waiting.put_nowait((alert, body))
         except queue.Full:
             self._fail(alert, f"{MOST_WAITING} others are already waiting")
 
     def close(self, wait_s: float) -> None:
-        """Deliver the waiting alerts within this time, without waiting longer for receivers."""
+        """Deliver the queued alerts, waiting at most this long for receivers."""
         with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(None)
         self._thread.join(timeout=wait_s)
@@ -118,7 +118,7 @@ class Delivery:
 
 
 def to_webhook(address: str, *, timeout_s: float) -> Callable[[bytes], None]:
-    """One attempt to post a body to an address."""
+    """Function that makes one attempt to post a body to an address."""
 
     def send(body: bytes) -> None:
         kind = {"Content-Type": "application/json"}
@@ -138,14 +138,14 @@ def to_webhook(address: str, *, timeout_s: float) -> Callable[[bytes], None]:
 
 
 def _why(reason: object) -> str:
-    """The system's error text, which has no address; otherwise the error's type."""
+    """The system's error text, which does not contain the address, or else the error's type."""
     if isinstance(reason, TimeoutError):
         return "no answer in time"
     return reason.strerror if isinstance(reason, OSError) and reason.strerror else type(reason).__name__
 
 
 def to_command(command: Sequence[str], *, timeout_s: float) -> Callable[[bytes], None]:
-    """One attempt to run a command with a body on its standard input."""
+    """Function that makes one attempt to run a command with a body on its standard input."""
 
     def send(body: bytes) -> None:
         try:
@@ -168,9 +168,9 @@ def webhook_named(address: str) -> str:
 
 LOOK_EVERY_S = 2.0
 END_WAIT_S = 10.0
-"""Seconds for which the end of a run waits for the check in progress and for delivery of its last alerts."""
+"""Seconds that the end of a run waits for the check in progress and for the delivery of its last alerts."""
 SHARE_OF_A_CORE = 0.05
-"""Largest cost of checks: for a thousand ranks one takes almost a second, so checks become rarer."""
+"""Largest share of time spent on checks: one takes almost a second for a thousand ranks, so checks become rarer."""
 USED_METRICS = {
     id(metric): prometheus_name(metric)
     for metric in (
@@ -182,17 +182,17 @@ USED_METRICS = {
         names.CHECKPOINT_DURATION_S, live.SLOWEST_LINK,
     )
 }  # fmt: skip
-"""Metrics that rules use, a few of all, by identity: each is one object of the table. Loss and gradient norm arrive
+"""Identities of the few metrics that rules use: each metric is one object in the table. Loss and gradient norm arrive
 with every step."""
 SLOW_LINK = "slow_link"
 ENDS = ("run_failed", "run_finished")
-"""Rules that only a webhook needs to report."""
+"""Rules that only a webhook reports."""
 ALERT_TAG, NOTE = "scaleray.alert.", "mlflow.note.content"
 
 
 class RunAlerts:
-    """The alerts of one run. series: returns the series published now. history: receives the run's messages. tell:
-    receives events and tags. act: performs the action of an alert."""
+    """The alerts of one run. series: returns the currently published series. history: receives the run's messages.
+    tell: receives events and tags. act: performs the action of an alert."""
 
     def __init__(
         self,
@@ -207,11 +207,11 @@ class RunAlerts:
         self.description, self.settings = description, description.alerts
         self._series, self._tell, self._act = series, tell, act
         self.measure_links = measure_links
-        """Requests that the workers find the slow link."""
+        """Requests a measurement that finds the slow link."""
         self.show: Callable[[EventRecord], None] = lambda event: None
-        """Receives alerts if the recorder is not polled: in the process that trains."""
+        """Receives alerts if the recorder is not polled, as in the process that trains."""
         self.raised: list[Alert] = []
-        """Alerts that have begun, except for the run's own end."""
+        """Alerts that have begun, except those on the end of the run."""
         self._file = Path(description.work_dir) / ALERTS_FILE
         self._seen = history or SeriesHistory()
         self._guard = Guard(self._warn)
@@ -222,7 +222,7 @@ class RunAlerts:
         self._thread: threading.Thread | None = None
 
     def begin(self, link: str) -> None:
-        """Begin the checks. link: the run's page in MLflow."""
+        """Start the checks. link: the run's page in MLflow."""
         if not self.settings.watch:
             return
         self._link, settings, address = link, self.settings, self.description.webhook
@@ -240,7 +240,7 @@ class RunAlerts:
         self._thread.start()
 
     def end(self, *, went_on: bool = True) -> None:
-        """Check a last time, for a run that has ended, and deliver the remaining alerts. went_on: False if the run
+        """Check one last time after the run has ended, and deliver the remaining alerts. went_on: False if the run
         failed to resume; its end was reported before."""
         self._is_over.set()
         if self._thread is None:
@@ -296,7 +296,7 @@ class RunAlerts:
         self._tell(SetTags({f"{ALERT_TAG}{alert.name}": f"{alert.state}: {alert.summary}"[:500], NOTE: self._note()}))
 
     def _note(self) -> str:
-        """The run's description in MLflow during the training."""
+        """Description of the run in MLflow during the training."""
         firing = self._evaluator.firing
         if not firing:
             return "no alert"
@@ -322,19 +322,19 @@ class RunAlerts:
 
 
 def _of(labels: Mapping[str, str]) -> str:
-    """The rank or link of a series, as text; empty for a series of the whole run."""
+    """Rank or link of a series, as text; empty for a series of the whole run."""
     if "rank" in labels:
         return f"rank {labels['rank']} on {labels['node']}"
     return f"rank {labels['source']} to rank {labels['to']}" if "source" in labels else ""
 
 
 NEVER = "0001-01-01T00:00:00Z"
-"""End time of an alert that is not over, as Alertmanager writes it."""
+"""End time that Alertmanager writes for an alert that is not over."""
 
 
 def webhook_body(alert: Alert, *, run_name: str, run_id: str, link: str, grafana: str = "") -> dict[str, Any]:
-    """One alert as a notification of Alertmanager's, version 4, so that one receiver serves both. link: the run's page.
-    grafana: address of the Grafana with the dashboards.
+    """One alert as an Alertmanager notification, version 4, so that one receiver handles both. link: the run's page.
+    grafana: address of the Grafana server with the dashboards.
 
     Source: prometheus.io/docs/alerting/latest/configuration/#webhook_config"""
     rule = BY_NAME[alert.name]

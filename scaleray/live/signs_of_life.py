@@ -1,4 +1,4 @@
-"""State of the workers in a recorder, other than their records: heartbeats, activity, and requests to stop."""
+"""What a recorder knows about the workers besides their records: heartbeats, activity, and requests to stop."""
 
 import math
 import time
@@ -11,7 +11,7 @@ from scaleray.records.run_record import Heartbeat, WorkerMessage
 from scaleray.records.worker_requests import ControlRequest
 
 MOST_KEPT = 20_000
-"""Messages stored without a display: a driver's memory must not grow with the number of steps."""
+"""Most messages stored without a display, so that a driver's memory does not grow with the number of steps."""
 
 
 class ShownMessages:
@@ -29,20 +29,20 @@ class ShownMessages:
             del self._messages[: MOST_KEPT // 2]
 
     def after(self, number: int) -> tuple[int, list[WorkerMessage]]:
-        """Stored messages from `number` on, and the number of the next one."""
+        """Stored messages starting at `number`, and the number of the next one."""
         shown = self._messages[max(0, number - self._first) :]
         return self._first + len(self._messages), shown
 
 
 SILENT_S, SILENT_S_A_RANK = 10.0, 0.03
-"""Seconds of silence after which a rank is lost, and more for each rank, since many ranks report less often."""
+"""Seconds of silence after which a rank is lost, and seconds added per rank, since many ranks report less often."""
 
 LINKS_EVERY_S = 600.0
-"""Least seconds between two measurements of links, however long they stay slow."""
+"""Least seconds between two measurements of links, no matter how long they stay slow."""
 
 
 class SignsOfLife:
-    """The heartbeats of all ranks, each answered with the requests to the workers."""
+    """Receives the heartbeats of all ranks and answers each with the requests to its worker."""
 
     def __init__(self) -> None:
         self._stop_requested = self._save_requested = self._links_requested = False
@@ -52,7 +52,7 @@ class SignsOfLife:
         self._beaten_at = time.monotonic()
 
     def beat(self, heartbeat: Heartbeat) -> ControlRequest:
-        """Take a heartbeat; returns the requests to its worker."""
+        """Store a heartbeat and return the requests to its worker."""
         self._beaten_at = time.monotonic()
         self._heartbeats[heartbeat.rank] = self._beaten_at, heartbeat
         if self._stop_requested:
@@ -73,7 +73,7 @@ class SignsOfLife:
         return [beat for beat in beats if newest and beat.rank < newest.world_size]  # others are of a larger group
 
     def silent_ranks(self, ended: Collection[int] = ()) -> frozenset[int]:
-        """Ranks that have been silent for too long to be alive. ended: ranks that reported their end."""
+        """Ranks lost after too long a silence. ended: ranks that reported their end."""
         return frozenset(
             beat.rank
             for beat in self.heartbeats()

@@ -1,4 +1,4 @@
-"""steps.csv: a row for every step of a run, independent of the points sent to MLflow."""
+"""steps.csv: one row per step of a run, independent of the points sent to MLflow."""
 
 import contextlib
 import csv
@@ -21,8 +21,8 @@ FOLDER = "logged"
 
 
 class LoggedFiles:
-    """Writes files under `logged/` of `work_dir`, and of `elsewhere`, the run's folder if that is a bucket. upload:
-    takes the files for MLflow. An existing file with the same bytes is not uploaded again."""
+    """Writes files to `logged/` in `work_dir` and in `elsewhere`, the run folder if that is a bucket. upload: receives
+    the files for MLflow. An existing file with the same bytes is not uploaded again."""
 
     def __init__(self, work_dir: Path, elsewhere: Store | None, upload: Callable[[LogArtifact], None]) -> None:
         self.work_dir, self.elsewhere, self.upload = work_dir, elsewhere, upload
@@ -41,7 +41,7 @@ class LoggedFiles:
 
 
 def as_png(pixels: bytes, shape: tuple[int, ...]) -> bytes:
-    """An image (height, width) or (height, width, channels) of bytes as PNG."""
+    """Encode an image of bytes, (height, width) or (height, width, channels), as PNG."""
     from PIL import Image  # matplotlib brings it
 
     mode = {(): "L", (3,): "RGB", (4,): "RGBA"}[tuple(shape[2:])]
@@ -66,7 +66,7 @@ STEP_COLUMNS = (
     "losses",
 )
 OLD_COLUMNS = (STEP_COLUMNS[:-1], STEP_COLUMNS[:-2])
-"""Columns of older files, without several losses or a time, which are empty in these rows when such a run resumes."""
+"""Columns of older files, which lack several losses or the time; after a resume, these are empty in old rows."""
 
 _NUMBER = r"(?:[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|inf|nan))"
 _OPTIONAL = rf"{_NUMBER}?"
@@ -75,15 +75,15 @@ _PATTERNS = {"step": r"([1-9]\d*)", "loss": _NUMBER, "is_finite": "(True|False)"
 _ROW = re.compile(",".join(_PATTERNS.get(column, _OPTIONAL) for column in STEP_COLUMNS))
 
 Range = tuple[int, int]
-"""Steps from the first to the second, both included."""
+"""Steps from the first to the second, inclusive."""
 
 
 class StepsFile:
-    """A new file, or that of the interrupted run; rows wait in memory for `write`.
+    """A new steps.csv, or that of the interrupted run. Rows stay in memory until `write`.
 
-    run_path: another place of the interrupted run's file. last_step, last_loss, num_nonfinite: values after the rows so
-    far. damage: the fault of the interrupted run's file, whose copy is `kept_as`; "" if there is none, or only a cut
-    last line, as a kill leaves it. version: changes whenever written rows change."""
+    run_path: other location of the interrupted run's file. last_step, last_loss, num_nonfinite: values after the rows
+    so far. damage: fault of the interrupted run's file, whose copy is `kept_as`; "" if there is none, or only a
+    truncated last line, as after a kill. version: changes whenever written rows change."""
 
     def __init__(self, path: Path, *, is_continued: bool, run_path: str | None) -> None:
         self.path, self.version = path, 0
@@ -110,7 +110,7 @@ class StepsFile:
         self._csv.writerow([repr(values[c]) if isinstance(values[c], float) else values[c] for c in STEP_COLUMNS])
 
     def write(self) -> None:
-        """Append new rows. On a full disk, OSError, they wait until there is room again."""
+        """Append new rows. If the disk is full, raises OSError and keeps them until there is space again."""
         if not self.is_behind:
             return
         with open(self.path, "r+b") as file:
@@ -123,24 +123,24 @@ class StepsFile:
 
     @property
     def is_behind(self) -> bool:
-        """Whether rows wait in memory."""
+        """Whether rows in memory have not been written."""
         return bool(self._rows.tell())
 
     def lacks(self, up_to: int) -> list[Range]:
-        """Steps from 1 to `up_to` without a row, as ranges."""
+        """Ranges of steps from 1 to `up_to` that have no row."""
         holes = [(first, min(last, up_to)) for first, last in self._holes if first <= up_to]
         start = max(self.last_step, 0) + 1
         return holes + ([(start, up_to)] if start <= up_to else [])
 
     def rows(self) -> Iterator[dict[str, str]]:
-        """The rows on the disk, by column."""
+        """Rows on the disk, by column."""
         with open(self.path, newline="") as file:
             yield from csv.DictReader(file)
 
     def mend(self, after: int, found: Mapping[int, Mapping[str, Any]]) -> None:
-        """Insert missing rows, by step, up to the step after which training continues.
+        """Insert missing rows, given by step, up to the step after which training continues.
 
-        Later rows stay if none is missing among them, since their steps are repeated. Raises OSError."""
+        Later rows stay if none of them is missing, as their steps will be repeated. Raises OSError."""
         self.write()
         rows, _ = parse(self.path.read_bytes())
         if any(last > after for _, last in self._holes):
@@ -150,7 +150,7 @@ class StepsFile:
         self._put(rows)
 
     def keep_damaged(self) -> None:
-        """Copy the file into the same folder, under a name that is not taken."""
+        """Copy the file to an unused name in the same folder."""
         names = [f"{self.path.name}.damaged", *(f"{self.path.name}.damaged-{n}" for n in range(2, 100))]
         self.kept_as = next((path for name in names if not (path := self.path.with_name(name)).exists()), None)
         if self.kept_as is not None:
@@ -159,7 +159,7 @@ class StepsFile:
                 file.write(self._cut)
 
     def _put(self, rows: Mapping[int, str]) -> None:
-        """Replace the file's rows by these, in the order of their steps."""
+        """Replace the file's rows with these, ordered by step."""
         self.last_step, self.num_nonfinite = -1, 0
         self.last_loss: float | None = None
         self._holes: list[Range] = []
@@ -180,10 +180,10 @@ class StepsFile:
 
 
 def parse(content: bytes) -> tuple[dict[int, str], str]:
-    """The rows of a file by step, each a line of STEP_COLUMNS, and its fault in words, or ""."""
+    """Rows of a file by step, each a line of STEP_COLUMNS, and a text about its damage, "" if there is none."""
     *lines, _ = content.decode(errors="replace").split("\n")  # after the last end of line is what a kill cut
     if not lines:
-        return {}, "it has no whole line" if content else ""
+        return {}, "it has no complete line" if content else ""
     header = lines[0].strip()
     before = {",".join(columns): "," * (len(STEP_COLUMNS) - len(columns)) for columns in OLD_COLUMNS}
     missing = {",".join(STEP_COLUMNS): "", **before}.get(header)
@@ -209,15 +209,15 @@ def parse(content: bytes) -> tuple[dict[int, str], str]:
 
 
 def step_rows(text: str | None) -> list[dict[str, float]]:
-    """The rows of steps.csv as numbers; empty fields are NaN, and several losses are `loss_` and their names. A line
-    that was cut is left out. Raises TrackingError for a file that has lost a column."""
+    """Rows of steps.csv as numbers. Empty fields are NaN; the columns of several losses are named `loss_NAME`. A
+    truncated line is omitted. Raises TrackingError if a column is missing."""
     rows = []
     reader = csv.DictReader(io.StringIO(text or ""))
     if text and (missing := [name for name in OLD_COLUMNS[-1] if name not in (reader.fieldnames or ())]):
         raise TrackingError.problem(
             "steps.csv of the run",
             f"lacks the column {missing[0]}, which every step has",
-            "restore the copy from MLflow or the run's bucket, or move the file away: only its curves need it",
+            "restore the copy from MLflow or the run's bucket, or move the file away; only the curves need it",
         )
     for row in reader:
         several = [each.rpartition("=") for each in (row.pop("losses", None) or "").split(";") if each]
@@ -238,7 +238,7 @@ def step_rows(text: str | None) -> list[dict[str, float]]:
 
 
 def record_of(row: Mapping[str, str]) -> StepRecord:
-    """The record of a row by column. Values missing in rows from MLflow and older versions are 0 or NaN. Raises
+    """Record of a row, given by column. Values missing in rows from MLflow and older versions are 0 or NaN. Raises
     ValueError."""
     return StepRecord(
         step=int(row["step"]),
@@ -257,6 +257,6 @@ def record_of(row: Mapping[str, str]) -> StepRecord:
 
 
 def to_text(ranges: Iterable[Range]) -> str:
-    """Ranges of steps as text, for a sentence."""
+    """Ranges of steps as part of a sentence."""
     words = [f"{first}" if first == last else f"{first} to {last}" for first, last in ranges]
     return ", ".join(words[:5]) + (f" and {len(words) - 5} more ranges" if len(words) > 5 else "")

@@ -136,7 +136,7 @@ def test_a_port_that_nobody_listens_on_is_one_message(grafana, capsys):
         ((500, {}, f"the token {TOKEN} broke me".encode()), 1, "failed (500): the token *** broke me."),
         ((503, {}, b""), 1, "failed (503): Service Unavailable."),
         ((302, {"Location": "https://u:p@elsewhere/login?a=b"}, b""), 2, "it points to https://elsewhere/login:"),
-        ((200, {}, b"<html>a router</html>"), 2, "is not a Grafana server: its answer at"),
+        ((200, {}, b"<html>a router</html>"), 2, "is not a Grafana server: its response from"),
     ],
 )
 def test_each_refusal_is_one_clear_message(grafana, capsys, answer, code, words):
@@ -147,7 +147,7 @@ def test_each_refusal_is_one_clear_message(grafana, capsys, answer, code, words)
 
 def test_a_server_that_goes_away_in_the_middle_is_one_message(grafana, capsys):
     grafana.answer = (200, {}, b"")
-    assert "is not a Grafana server: its answer at" in refusal(capsys, 2, grafana.address)
+    assert "is not a Grafana server: its response from" in refusal(capsys, 2, grafana.address)
 
 
 @pytest.mark.parametrize(

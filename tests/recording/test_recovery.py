@@ -225,7 +225,7 @@ def changed_lines(change):
 
 DAMAGES = {
     "empty": (lambda content: b"", ["lacked steps 1 to 8: MLflow had 8"], 8),
-    "zeros": (lambda content: bytes(len(content)), ["was damaged: it has no whole line", "lacked steps 1 to 8: MLflow had 8"], 8),
+    "zeros": (lambda content: bytes(len(content)), ["was damaged: it has no complete line", "lacked steps 1 to 8: MLflow had 8"], 8),
     "binary": (lambda content: bytes(range(256)) * 4, ["was damaged: its first line is", "lacked steps 1 to 8: MLflow had 8"], 8),
     "cut in a line": (lambda content: content[: len(content) // 2], ["lacked steps 4 to 8: MLflow had 5"], 5),
     "cut at a line": (changed_lines(lambda lines: lines[:4]), ["lacked steps 4 to 8: MLflow had 5"], 5),

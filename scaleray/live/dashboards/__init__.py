@@ -1,1 +1,1 @@
-"""Dashboards as data, and the files that Grafana and Prometheus read."""
+"""Dashboards as data, and the files generated from them for Grafana and Prometheus."""

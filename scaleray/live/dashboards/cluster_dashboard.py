@@ -1,5 +1,4 @@
-"""Hardware and services of the runs: GPUs as measured by NVIDIA's DCGM, nodes and Ray as measured by Ray's agents, and
-the input."""
+"""The dashboard Cluster: GPUs measured by NVIDIA's DCGM, nodes and Ray measured by Ray's agents, and the input."""
 
 from scaleray.common import live_metrics as live
 from scaleray.common import metric_names as names
@@ -18,8 +17,8 @@ NODES = Row(
     (
         Panel(
             title="Nodes alive",
-            description="As Ray counts them. Normal: as many as were started. Fewer: a node was lost; its runs have "
-            "restarted or wait for it.",
+            description="As counted by Ray. Normal: as many as were started. If there are fewer, a node was lost, and "
+            "its runs have restarted or are waiting for it.",
             queries=(Query(f"sum({foreign(of.NODES)})", "nodes"),),
             unit="none",
             kind="stat",
@@ -28,8 +27,8 @@ NODES = Row(
         ),
         Panel(
             title="CPU",
-            description="Share of all cores in use. Normal: below 0.9. Above while GPUs wait: decoding and collating "
-            "are the limit; more nodes for input tasks.",
+            description="Share of all cores in use. Normal: below 0.9. If it is higher while GPUs wait, decoding and "
+            "collating are the limit: add nodes for input tasks.",
             queries=(Query(f"{foreign(of.NODE_CPU)} / 100", OF_NODE),),
             unit="percentunit",
             needs="Ray",
@@ -39,7 +38,7 @@ NODES = Row(
         ),
         Panel(
             title="Memory of nodes",
-            description="Share in use. Normal: below 0.9. At 0.95 Ray begins to end tasks and workers.",
+            description="Share in use. Normal: below 0.9. At 0.95, Ray begins to kill tasks and workers.",
             queries=(Query(f"{foreign(of.NODE_MEMORY_USED)} / {foreign(of.NODE_MEMORY)}", OF_NODE),),
             unit="percentunit",
             needs="Ray",
@@ -50,8 +49,8 @@ NODES = Row(
         ),
         Panel(
             title="Free disk",
-            description="Of the disks with the folders of runs, on the machines of their drivers. Normal: above 10 %. "
-            "Full: `scaleray checkpoint prune`, or another checkpoint.storage_path.",
+            description="Free share of the disks that hold the run folders, on the drivers' machines. Normal: above 10 "
+            "%. If a disk fills up, run `scaleray checkpoint prune` or choose another checkpoint.storage_path.",
             queries=(each_run(once(live.DISK_FREE)),),
             unit="percentunit",
             minimum=0,
@@ -60,7 +59,7 @@ NODES = Row(
         ),
         Panel(
             title="Disk of Ray's folder",
-            description="Free share. Normal: above 10 %; below 5 % Ray stops spilling and creating objects.",
+            description="Free share. Normal: above 10 %. Below 5 %, Ray stops spilling and creating objects.",
             queries=(
                 Query(
                     f"{foreign(of.NODE_DISK_FREE)} / ({foreign(of.NODE_DISK_FREE)} + {foreign(of.NODE_DISK_USED)})",
@@ -75,8 +74,8 @@ NODES = Row(
         ),
         Panel(
             title="Network of nodes",
-            description="All interfaces. Normal: alike on nodes of one run. One below the others: see the links on the "
-            "dashboard Ranks.",
+            description="Sum over all interfaces. Normal: similar on all nodes of a run. If one node is below the "
+            "others, see the links on the dashboard Ranks.",
             queries=(
                 Query(foreign(of.NODE_SENT), f"sent by {OF_NODE}"),
                 Query(foreign(of.NODE_RECEIVED), f"received by {OF_NODE}"),
@@ -86,9 +85,9 @@ NODES = Row(
             minimum=0,
         ),
         Panel(
-            title="Targets that do not answer",
-            description="Targets that Prometheus cannot scrape. Normal: 0. A node's agent that does not answer: the "
-            "node is gone, or its port is closed to Prometheus.",
+            title="Unreachable targets",
+            description="Targets that Prometheus cannot scrape. Normal: 0. If a node's agent does not answer, the node "
+            "is gone or its port is closed to Prometheus.",
             queries=(Query(f"sum by (job, instance) (1 - {foreign(of.UP)})", "{{job}} {{instance}}"),),
             unit="none",
             minimum=0,
@@ -102,9 +101,9 @@ RAY = Row(
     "Ray",
     (
         Panel(
-            title="CPUs and GPUs that Ray has given out",
-            description="Logical resources in use. Normal: as many as the runs requested. If all are in use, "
-            "further runs wait.",
+            title="CPUs and GPUs allocated by Ray",
+            description="Logical resources in use. Normal: as many as the runs requested. When all are in use, further "
+            "runs wait.",
             queries=(Query(f"sum by (Name) ({foreign(of.RESOURCES, *IN_USE)})", "{{Name}}"),),
             unit="none",
             needs="Ray",
@@ -112,8 +111,8 @@ RAY = Row(
         ),
         Panel(
             title="Tasks",
-            description="By state. Normal: a few running, reading ahead. Many pending: no CPU is left for the input; "
-            "one CPU in three for it is a good start.",
+            description="Tasks by state. Normal: a few running, which read ahead. If many are pending, no CPU is left "
+            "for the input: reserving one CPU in three for it is a good start.",
             queries=(
                 Query(
                     f"sum by (State) ({foreign(of.TASKS, where('State', '(PENDING|RUNNING).*', is_pattern=True))})",
@@ -125,9 +124,9 @@ RAY = Row(
             minimum=0,
         ),
         Panel(
-            title="Work that no node can do",
+            title="Work that no node can run",
             description="Kinds of tasks and actors that request more than any node has, and worker processes that did "
-            "not start. Normal: 0. Otherwise request less, or add such a node; the node's log has the reason.",
+            "not start. Normal: 0. Otherwise request less or add a larger node; the node's log has the reason.",
             queries=(
                 Query(f"sum({foreign(of.INFEASIBLE)})", "infeasible"),
                 Query(f"sum by (Reason) ({foreign(of.FAILED_STARTS)})", "not started: {{Reason}}"),
@@ -138,8 +137,8 @@ RAY = Row(
         ),
         Panel(
             title="Memory of Ray's processes",
-            description="By component. Normal: a few hundred MiB each, and flat. Workers that grow: a leak in the "
-            "workload, or the input reads too far ahead.",
+            description="Memory by component. Normal: constant, a few hundred MiB each. If workers grow, the workload "
+            "has a memory leak or the input reads too far ahead.",
             queries=(Query(f"sum by (Component) ({foreign(of.PROCESS_MEMORY)})", "{{Component}}"),),
             unit="bytes",
             needs="Ray",
@@ -153,8 +152,8 @@ INPUT = Row(
     (
         Panel(
             title="Object store in use",
-            description="Share, by node. Normal: below 0.8. Full: objects go to disk and slow the input down; read "
-            "less far ahead.",
+            description="Share in use, by node. Normal: below 0.8. When it is full, objects are spilled to disk, which "
+            "slows the input down: read less far ahead.",
             queries=(
                 Query(
                     f"{foreign(of.OBJECT_STORE_USED)} / ({foreign(of.OBJECT_STORE_USED)} + "
@@ -169,8 +168,8 @@ INPUT = Row(
         ),
         Panel(
             title="Objects on disk",
-            description="Bytes that Ray has spilled, by state. Normal: 0. Growing: the object store is too small for "
-            "what the input reads ahead.",
+            description="Bytes that Ray has spilled, by state. Normal: 0. If it grows, the object store is too small "
+            "for the rows that the input reads ahead.",
             queries=(Query(f"sum by (State) ({foreign(of.SPILLED)})", "{{State}}"),),
             unit="bytes",
             needs="Ray",
@@ -178,16 +177,16 @@ INPUT = Row(
         ),
         Panel(
             title="Waiting for input, all runs",
-            description="Share of a step that rank 0 waited for its rows. Normal: below 5 %. One run: its own "
-            "transform; all runs: the store or the network that they share.",
+            description="Share of a step that rank 0 spent waiting for its rows. Normal: below 5 %. If one run waits, "
+            "its transform is slow; if all runs wait, it is the storage or network that they share.",
             queries=(each_run(once(names.INPUT_WAIT_SHARE)),),
             unit="percentunit",
             minimum=0,
         ),
         Panel(
             title="Waiting for Ray Datasets",
-            description="Share of time that training waited for batches of a Ray Dataset. Normal: below 5 %. "
-            "Otherwise see the operators in Ray's dashboard, Data.",
+            description="Share of time that training spent waiting for batches of a Ray Dataset. Normal: below 5 %. If "
+            "it is higher, see the operators on the Data page of Ray's dashboard.",
             # cumulative, although Ray calls it a gauge
             queries=(Query(foreign_per_second(of.ITER_BLOCKED_S, "dataset"), "{{dataset}}"),),
             unit="percentunit",

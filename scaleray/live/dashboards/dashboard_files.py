@@ -1,4 +1,4 @@
-"""Contents of the folder that `scaleray dashboards write` writes, and the addresses of panels."""
+"""Contents of the folder written by `scaleray dashboards write`, and the addresses of panels."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,16 +8,16 @@ from scaleray.live.dashboards.grafana import as_json, panel_ids
 from scaleray.live.foreign import OF_GPUS
 
 INTERVAL = "5s"
-"""Time between two scrapes and between two evaluations of the rules, by which an alert may lag its cause."""
+"""Interval between scrapes, and between evaluations of the rules; an alert may lag its cause by this much."""
 RAY_TARGETS = "/tmp/ray/prom_metrics_service_discovery.json"
-"""File below a Ray head's --temp-dir in which it lists its nodes' addresses."""
+"""File in a Ray head's --temp-dir that lists the addresses of its nodes."""
 ITS_NODE = {
     "source_labels": ["node", "__address__"],
     "regex": ";([^:]+)(:.*)?",
     "target_label": "node",
     "replacement": "$1",
 }
-"""Relabelling that sets an exporter's `node` to the host of its address if it has none."""
+"""Relabelling rule: an exporter without the label `node` gets the host of its address."""
 WRITTEN = "# Written by `scaleray dashboards write`; edit the code instead."
 
 
@@ -30,10 +30,10 @@ def config(
     rules: Sequence[str] = (),
     interval: str = INTERVAL,
 ) -> dict[str, Any]:
-    """A configuration of Prometheus.
+    """A Prometheus configuration.
 
-    ray_targets: files of service discovery that Ray heads write. run_targets: addresses of runs without Ray
-    (monitoring.port). gpu_targets: addresses of DCGM exporters. rules: files of rules.
+    ray_targets: service discovery files written by Ray heads. run_targets: addresses of runs without Ray
+    (monitoring.port). gpu_targets: addresses of DCGM exporters. rules: rule files.
     """
     jobs: list[dict[str, Any]] = []
     if ray_targets:
@@ -54,7 +54,7 @@ def config(
 
 
 def as_yaml() -> str:
-    """`prometheus.yml` to begin with: a Ray head, runs without Ray, exporters of GPUs, rules and an Alertmanager."""
+    """A starter `prometheus.yml` with a Ray head, runs without Ray, GPU exporters, rules and an Alertmanager."""
     import yaml
 
     values = config(
@@ -68,16 +68,16 @@ def as_yaml() -> str:
         (
             WRITTEN,
             "# prometheus --config.file dashboards/prometheus.yml --web.listen-address 127.0.0.1:9090",
-            "# Put in: the --temp-dir of the Ray head, monitoring.port of runs without Ray, exporters of GPUs. Of an",
-            "# exporter whose address is not that of Ray's node add the latter to its targets; otherwise the alert for",
-            "# idle GPUs never fires: labels: {node: 10.0.0.1}",
+            "# Fill in the --temp-dir of the Ray head, monitoring.port of runs without Ray, and GPU exporters. If an",
+            "# exporter's address differs from its node's address in Ray, add the latter to its targets as a label,",
+            "# such as `labels: {node: 10.0.0.1}`; otherwise the alert for idle GPUs never fires.",
             yaml.safe_dump(values, sort_keys=False),
         )
     )
 
 
 def dcgm_counters() -> str:
-    """Counters for `dcgm-exporter -f dcgm_counters.csv` that dashboards and rules need; many are off by default."""
+    """Counters needed by dashboards and rules, for `dcgm-exporter -f dcgm_counters.csv`; many are off by default."""
     lines = [f"{metric.name}, {metric.kind}, {metric.help}" for metric in OF_GPUS]
     return "\n".join((WRITTEN, "# DCGM field, type in Prometheus, help", *lines, ""))
 
@@ -94,7 +94,7 @@ DASHBOARDS = {
 
 
 def files() -> dict[str, str]:
-    """The text of each file by its name."""
+    """Text of each file, keyed by file name."""
     return {
         **{f"{name}.json": as_json(dashboard) for name, dashboard in DASHBOARDS.items()},
         "prometheus.yml": as_yaml(),
@@ -103,6 +103,6 @@ def files() -> dict[str, str]:
 
 
 def panel_path(dashboard: str, panel: str) -> str:
-    """The address of a panel within a Grafana, linked from its alert. Raises KeyError if there is none."""
+    """Path of a panel within Grafana, to which its alert links. Raises KeyError if there is no such panel."""
     one = DASHBOARDS[dashboard]
     return f"/d/{one.uid}?viewPanel={panel_ids(one)[panel]}"

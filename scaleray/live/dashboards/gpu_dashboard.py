@@ -1,4 +1,4 @@
-"""Panels on GPUs, measured by NVIDIA's DCGM: the part of the dashboard Cluster that needs its exporter."""
+"""GPU panels of the dashboard Cluster, which need the exporter of NVIDIA's DCGM."""
 
 from scaleray.live import foreign as of
 from scaleray.live.dashboards.panels import Panel, Query, Row, Threshold
@@ -9,7 +9,7 @@ OF_GPU = "GPU {{gpu}} of {{Hostname}}"
 
 
 def of_gpu(metric: of.ForeignMetric) -> str:
-    """Query with one series per GPU, regardless of pods and containers in the exporter's labels."""
+    """A query with one series per GPU, regardless of pods and containers in the exporter's labels."""
     return f"max by ({', '.join(GPU)}) ({foreign(metric)})"
 
 
@@ -18,8 +18,8 @@ GPUS = Row(
     (
         Panel(
             title="GPU activity",
-            description="Share of time that a GPU's engine was at work. Normal while training: above 0.9. Near 0 on a "
-            "GPU that is held: an idle run, or a hang. This is not efficiency: a single small kernel counts as busy.",
+            description="Share of time that a GPU's engine was active. Normal while training: above 0.9. Near 0 on an "
+            "allocated GPU, the run is idle or hangs. This is not efficiency: a single small kernel counts as busy.",
             queries=(Query(of_gpu(of.GPU_ENGINE_ACTIVE), OF_GPU),),
             unit="percentunit",
             needs="GPU",
@@ -28,7 +28,7 @@ GPUS = Row(
         ),
         Panel(
             title="Tensor cores busy",
-            description="Normal for large models in bf16: 0.3 to 0.6. Low while the GPU is busy: fp32 arithmetic, "
+            description="Normal for large models in bf16: 0.3 to 0.6. A low value on a busy GPU means fp32 arithmetic, "
             "small matrices, or waiting for memory.",
             queries=(Query(of_gpu(of.GPU_TENSOR_ACTIVE), OF_GPU),),
             unit="percentunit",
@@ -38,8 +38,8 @@ GPUS = Row(
         ),
         Panel(
             title="Multiprocessors busy",
-            description="Share of cycles in which a multiprocessor has work. Normal: above 0.7. The exporter leaves it "
-            "out by default: dashboards/dcgm_counters.csv turns it on.",
+            description="Share of cycles in which a multiprocessor has work. Normal: above 0.7. Off in the exporter by "
+            "default; dashboards/dcgm_counters.csv enables it.",
             queries=(Query(of_gpu(of.GPU_SM_ACTIVE), OF_GPU),),
             unit="percentunit",
             needs="GPU",
@@ -48,8 +48,8 @@ GPUS = Row(
         ),
         Panel(
             title="GPU memory interface busy",
-            description="Normal: below 0.8. Near 1 while tensor cores are idle: the model is limited by memory; fuse "
-            "(compile), or larger matrices.",
+            description="Normal: below 0.8. Near 1 with idle tensor cores, memory limits the model: compile it to fuse "
+            "kernels, or use larger matrices.",
             queries=(Query(of_gpu(of.GPU_DRAM_ACTIVE), OF_GPU),),
             unit="percentunit",
             needs="GPU",
@@ -58,8 +58,8 @@ GPUS = Row(
         ),
         Panel(
             title="GPU memory in use",
-            description="Normal: below 0.95 of the device, and flat. Creeping up: see Memory of the fullest rank on "
-            "the dashboard Run.",
+            description="Normal: constant, and below 0.95 of the device. If it creeps up, see Memory of the fullest "
+            "rank on the dashboard Run.",
             queries=(
                 Query(
                     f"{of_gpu(of.GPU_MEMORY_USED)} / ({of_gpu(of.GPU_MEMORY_USED)} + {of_gpu(of.GPU_MEMORY_FREE)})",
@@ -73,8 +73,8 @@ GPUS = Row(
         ),
         Panel(
             title="GPU power",
-            description="Normal while training: near the limit of the device, and alike on all. One that draws less "
-            "is throttled, idle or late.",
+            description="Normal while training: near the limit of the device, and similar on all GPUs. A GPU that "
+            "draws less is throttled, idle or late.",
             queries=(Query(of_gpu(of.GPU_POWER), OF_GPU),),
             unit="watt",
             needs="GPU",
@@ -82,7 +82,7 @@ GPUS = Row(
         ),
         Panel(
             title="GPU temperature",
-            description="Normal: below 80 °C. Above: the clock falls; check fans, air flow and neighbours.",
+            description="Normal: below 80 °C. Above that, the clock falls: check fans, air flow and neighbours.",
             queries=(Query(of_gpu(of.GPU_TEMPERATURE), OF_GPU),),
             unit="celsius",
             needs="GPU",
@@ -90,7 +90,8 @@ GPUS = Row(
         ),
         Panel(
             title="GPU clock",
-            description="Of the multiprocessors. Normal: alike on all GPUs of one kind. Lower on one: throttled.",
+            description="Multiprocessor clock. Normal: equal on all GPUs of one kind. A GPU with a lower clock is "
+            "throttled.",
             queries=(Query(f"{of_gpu(of.GPU_CLOCK)} * 1e6", OF_GPU),),
             unit="hertz",
             needs="GPU",
@@ -98,9 +99,9 @@ GPUS = Row(
         ),
         Panel(
             title="GPU throttling",
-            description="Share of the time in which a GPU was slowed down, by reason. Normal: 0, or power alone. "
-            "Thermal: cooling; the others: the machine's owner. Off in the exporter by default: "
-            "dashboards/dcgm_counters.csv turns it on.",
+            description="Share of time that a GPU was slowed down, by reason. Normal: 0, or power only. For thermal "
+            "reasons, check the cooling; for others, ask the machine's owner. Off in the exporter by default; "
+            "dashboards/dcgm_counters.csv enables it.",
             queries=tuple(
                 Query(
                     f"{foreign_per_second(metric, *GPU)} / {of.NANOSECONDS:g}",
@@ -114,7 +115,7 @@ GPUS = Row(
         ),
         Panel(
             title="NVLink",
-            description="How fast the counter of all lanes grows. Normal: alike on all GPUs of a node in training.",
+            description="Growth of the counter of all lanes. Normal: similar on all GPUs of a node while training.",
             queries=(Query(foreign_per_second(of.GPU_NVLINK, *GPU), OF_GPU),),
             unit="none",
             needs="GPU",
@@ -122,8 +123,8 @@ GPUS = Row(
         ),
         Panel(
             title="PCIe",
-            description="Normal: low while training. High: batches or offloaded parameters go to the device all the "
-            "time.",
+            description="Normal: low while training. If it is high, batches or offloaded parameters are copied to the "
+            "device all the time.",
             queries=(
                 Query(of_gpu(of.GPU_SENT), f"sent by {OF_GPU}"),
                 Query(of_gpu(of.GPU_RECEIVED), f"received by {OF_GPU}"),
@@ -134,8 +135,8 @@ GPUS = Row(
         ),
         Panel(
             title="GPU errors",
-            description="Number of the last Xid, and how fast ECC errors that cannot be mended, remapped rows, PCIe "
-            "retries and errors of NVLink grow. Normal: 0. Anything else: drain the node and look up the Xid.",
+            description="Number of the last Xid, and the rates of uncorrectable ECC errors, remapped rows, PCIe "
+            "retries and NVLink errors. Normal: 0. For anything else, drain the node and look up the Xid.",
             queries=(
                 Query(of_gpu(of.GPU_XID), f"Xid of {OF_GPU}"),
                 Query(of_gpu(of.GPU_REMAP_FAILURE), f"rows not remapped of {OF_GPU}"),

@@ -1,4 +1,4 @@
-"""Conversion of a dashboard to Grafana's format: Classic JSON, which every version from 9 to 13 accepts.
+"""Conversion of a dashboard to Grafana's classic JSON, which versions 9 to 13 accept.
 
 Checked against Grafana's own schema in tests. Source of the keys: grafana-foundation-sdk, jsonschema/dashboard.
 """
@@ -14,7 +14,7 @@ TAG = "scaleray"
 
 
 def as_json(dashboard: Dashboard) -> str:
-    """Text of a dashboard's file."""
+    """Text of a dashboard file."""
     return json.dumps(as_grafana(dashboard), indent=2, ensure_ascii=False) + "\n"
 
 
@@ -39,12 +39,12 @@ def as_grafana(dashboard: Dashboard) -> dict[str, Any]:
 
 
 def panel_ids(dashboard: Dashboard) -> dict[str, int]:
-    """The number of each panel by its title; row headings take numbers above those."""
+    """Number of each panel by title; row headings get higher numbers."""
     return {panel.title: number for number, panel in enumerate(dashboard.panels(), start=1)}
 
 
 def _laid_out(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
-    """Headings and panels with their positions; a panel that does not fit begins the next line."""
+    """Row headings and panels with their positions; a panel that does not fit starts a new line."""
     placed: list[dict[str, Any]] = []
     number, top = 0, 0
     headings = 1000  # numbers far from those of panels, which links hold
@@ -106,7 +106,7 @@ def _target(query: Query, letter: str, panel: Panel) -> dict[str, Any]:
 
 
 def _field(panel: Panel) -> dict[str, Any]:
-    """Display of values: unit, limits, colours, texts and links."""
+    """Display options for values: unit, limits, colours, texts and links."""
     limits = {"min": panel.minimum, "max": panel.maximum, "decimals": panel.decimals}
     field: dict[str, Any] = {"unit": panel.unit, **{key: value for key, value in limits.items() if value is not None}}
     # said always: Grafana's own default turns red at 80, whatever is shown
@@ -151,8 +151,7 @@ def _value_options(panel: Panel) -> dict[str, Any]:
 
 
 def _heat_options(panel: Panel) -> dict[str, Any]:
-    """Options for one line of cells per series, coloured by value; by default Grafana treats series as the buckets of a
-    histogram."""
+    """Options for a heat map with one line per series; by default, Grafana takes series for histogram buckets."""
     return {
         "calculate": False,
         "rowsFrame": {"layout": "auto", "value": panel.title},

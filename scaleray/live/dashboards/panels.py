@@ -1,4 +1,4 @@
-"""Parts of a dashboard, independent of Grafana's format: panels with their queries, in rows, below variables.
+"""Parts of a dashboard, independent of Grafana's format: variables, rows, panels and their queries.
 
 `grafana.py` converts them to Grafana's format; tests run their queries in a Prometheus."""
 
@@ -21,14 +21,14 @@ Needs = Literal[
     "Ray",
     "Ray Dataset",
 ]
-"""Source that a panel needs besides runs; empty if runs suffice."""
+"""Source of metrics that a panel needs in addition to runs; empty if it needs none."""
 COLUMNS = 24
 """Width of Grafana's grid."""
 
 
 @dataclass(frozen=True)
 class Query:
-    """One expression of PromQL. legend: name of its series, with labels in double braces."""
+    """One PromQL expression. legend: name of its series, with labels in double braces."""
 
     expr: str
     legend: str = ""
@@ -36,7 +36,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Threshold:
-    """A value from which a colour applies."""
+    """Value from which a colour applies."""
 
     value: float
     colour: str
@@ -44,7 +44,7 @@ class Threshold:
 
 @dataclass(frozen=True)
 class Link:
-    """A link of a panel; the address may contain labels of the clicked series."""
+    """A link in a panel; its address may contain labels of the clicked series."""
 
     title: str
     url: str
@@ -52,10 +52,10 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One chart or table. description: the normal state, and the remedy.
+    """One chart or table. description: what it shows, its normal state, and the remedy.
 
-    unit: Grafana's name for it. words: text in place of a value. columns: of a table, the labels that it shows, with
-    their headers.
+    unit: Grafana's name for it. words: texts shown in place of values. columns: labels shown by a table, with their
+    headers.
     """
 
     title: str
@@ -71,14 +71,14 @@ class Panel:
     decimals: int | None = None
     thresholds: tuple[Threshold, ...] = ()
     words: tuple[tuple[str, str, str], ...] = ()
-    """Value, word and colour, if a value represents a state."""
+    """Value, text and colour of each state, if values represent states."""
     is_stacked: bool = False
     low_is_bad: bool = False
-    """Whether small values of a heat map matter."""
+    """Whether a heat map must make small values visible."""
     columns: tuple[tuple[str, str], ...] = ()
     links: tuple[Link, ...] = ()
     links_from: tuple[str, ...] = ()
-    """Labels of a table that hold the addresses of its links but are not shown as columns."""
+    """Labels of a table that hold link addresses and are not shown as columns."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Variable:
-    """A variable above the panels. query: source of the values; of kind textbox, its first content."""
+    """A variable above the panels. query: source of its values, or the initial content of a textbox."""
 
     name: str
     label: str
@@ -103,7 +103,7 @@ class Variable:
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """A mark on every panel's time axis whenever its query has a value."""
+    """An annotation on every panel's time axis wherever its query has a value."""
 
     title: str
     expr: str
@@ -113,7 +113,7 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True)
 class Dashboard:
-    """One page. name: of its file. Links use the numbers of panels, which follow their order."""
+    """One page. name: file name without extension. Links use panel numbers, which follow the order of the panels."""
 
     name: str
     title: str
@@ -124,7 +124,7 @@ class Dashboard:
 
     @property
     def uid(self) -> str:
-        """Identifier of the dashboard in Grafana, independent of its title."""
+        """Identifier of the dashboard in Grafana; it does not depend on the title."""
         return f"scaleray-{self.name}"
 
     def panels(self) -> Iterator[Panel]:

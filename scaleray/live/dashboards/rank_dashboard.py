@@ -1,4 +1,4 @@
-"""Late ranks and slow links: one line of a heat map for every rank."""
+"""The dashboard Ranks: heat maps of late ranks and slow links, with one line per rank."""
 
 from scaleray.common import live_metrics as live
 from scaleray.common import metric_names as names
@@ -21,16 +21,16 @@ OF_RANK = f"rank {{{{{RANK}}}}} on {{{{{NODE}}}}}"
 ENDS = live.SLOWEST_LINK.labels
 LINK = "rank {{source}} to rank {{to}}"
 MOST = 10
-"""Length of a list of the worst ranks."""
+"""Number of ranks in a list of the worst."""
 
 LATE = Row(
     "Who is late",
     (
         Panel(
             title="Lateness",
-            description="How long after the first rank each one reached the collectives of a step: all others wait "
-            "that long. Normal: a few per cent of the step, on changing ranks. One line that stays dark is "
-            "a straggler: compare its node's GPUs (dashboard Cluster) and its phases below.",
+            description="Delay of each rank behind the first one at the collectives of a step, for which all others "
+            "wait. Normal: a few per cent of the step, on changing ranks. A line that stays dark is a straggler: "
+            "compare its node's GPUs (dashboard Cluster) and its phases below.",
             queries=(in_order_of_ranks(by_rank(live.LATENESS_S)),),
             unit="s",
             kind="heatmap",
@@ -39,8 +39,8 @@ LATE = Row(
         ),
         Panel(
             title="Latest ranks",
-            description="The ten ranks that others wait for longest, now. Normal: all alike. One far ahead of the "
-            "second is the straggler.",
+            description="The ten ranks that the others currently wait for longest. Normal: all similar. If the first "
+            "is far worse than the second, it is the straggler.",
             queries=(each_run(f"topk({MOST}, {by_rank(live.LATENESS_S)})", OF_RANK),),
             unit="s",
             kind="bargauge",
@@ -50,16 +50,16 @@ LATE = Row(
         ),
         Panel(
             title="Latest nodes",
-            description="Mean lateness of a node's ranks. Normal: all alike. A node whose ranks are all late has a "
-            "cause of its own: heat, power, a neighbour on its network, a slow disk.",
+            description="Mean lateness of a node's ranks. Normal: similar on all nodes. If all ranks of one node are "
+            "late, the cause is in the node: heat, power, a neighbour on its network, or a slow disk.",
             queries=(each_run(f"avg by ({OF_RUNS}, {NODE}) ({select(live.LATENESS_S)})", f"{{{{{NODE}}}}}"),),
             unit="s",
             minimum=0,
         ),
         Panel(
             title="Lateness of the worst rank",
-            description="Over time, with the median rank. Normal: close together. Apart from some moment on: see "
-            "what changed then, in the events of the node.",
+            description="The worst rank and the median rank over time. Normal: close together. If they separate at "
+            "some point, check the node's events for what changed then.",
             queries=(
                 each_run(over(live.LATENESS_S, "max"), "worst"),
                 each_run(f"quantile by ({OF_RUNS}) (0.5, {select(live.LATENESS_S)})", "median"),
@@ -69,8 +69,8 @@ LATE = Row(
         ),
         Panel(
             title="Workers that report",
-            description="Ranks with their own series, and the number of workers. Normal: equal. Fewer: a "
-            "worker is gone, or its node's agent; the run restarts, or will fail with the name of that rank.",
+            description="Ranks that publish series, and the number of workers. Normal: equal. If ranks are missing, a "
+            "worker or its node's agent is gone; the run restarts, or fails and names that rank.",
             queries=(
                 each_run(over(live.LAST_STEP_TIMESTAMP_S, "count"), "heard"),
                 each_run(once(names.WORKERS), "workers"),
@@ -80,8 +80,8 @@ LATE = Row(
             decimals=0,
         ),
         Panel(
-            title="Since the last step, by rank",
-            description="Normal: all alike. In a hang, all wait for the ranks that are in an earlier step or whose "
+            title="Time since the last step, by rank",
+            description="Normal: all similar. In a hang, all wait for the ranks that are in an earlier step or whose "
             "line has ended.",
             queries=(in_order_of_ranks(f"time() - {by_rank(live.LAST_STEP_TIMESTAMP_S)}"),),
             unit="s",
@@ -95,9 +95,9 @@ LINKS = Row(
     (
         Panel(
             title="Links",
-            description="Speed of the collectives when all ranks have come, over their best in this run. Normal: above "
-            "0.7. Ranks end a collective together, so it shows all links at once. Below: once the alert slow "
-            "link has fired, each pair is measured, and Slowest link names the one.",
+            description="Speed of the collectives after all ranks have arrived, relative to the best in this run. "
+            "Normal: above 0.7. All ranks end a collective together, so this shows all links at once. If it is lower, "
+            "the alert slow link starts a measurement of each pair, and Slowest link names the slow one.",
             queries=(each_run(once(live.LINK_RATIO)),),
             unit="percentunit",
             minimum=0,
@@ -106,10 +106,10 @@ LINKS = Row(
         ),
         Panel(
             title="Slowest link",
-            description="The slowest link between two ranksas a share of the median of all, as measured "
-            "when links were last slow, in the last ten minutes. Normal: nothing here, or above 0.5: then all carry "
-            "less, which is a neighbour on the network. Below: that cable or its two nodes; to rank any: the first "
-            "one's node. Two ranks have one link, so nothing is shown.",
+            description="The slowest link between two ranks as a share of the median link, as measured in the last ten "
+            "minutes because links were slow. Normal: nothing here, or above 0.5: then all links are slower, because "
+            "of a neighbour on the network. Below 0.5, check that cable and its two nodes, or only the first node for "
+            "`to rank any`. With two ranks there is one link, so nothing is shown.",
             queries=(each_run(once(live.SLOWEST_LINK, *ENDS), LINK),),
             unit="percentunit",
             needs="slow link",
@@ -120,8 +120,8 @@ LINKS = Row(
         ),
         Panel(
             title="Bandwidth of the slowest link",
-            description="The same in bytes a second. Normal: nothing here, or what `scaleray doctor` measured between "
-            "these nodes.",
+            description="Bandwidth of that link in bytes per second. Normal: nothing here, or the value that `scaleray "
+            "doctor` measured between these nodes.",
             queries=(each_run(once(live.SLOWEST_LINK_BYTES_PER_S, *ENDS), LINK),),
             unit="Bps",
             needs="slow link",
@@ -132,12 +132,12 @@ LINKS = Row(
 )
 
 WORK = Row(
-    "What each rank does",
+    "Activity of each rank",
     (
         Panel(
             title="Step time by rank",
-            description="Normal: alike, as each step waits for the last rank. Apart only where ranks train apart "
-            "between meetings (local_sgd, diloco, gossip, async_sgd).",
+            description="Normal: similar, as each step waits for the last rank. Ranks differ only with strategies that "
+            "synchronise rarely (local_sgd, diloco, gossip, async_sgd).",
             queries=(in_order_of_ranks(by_rank(names.STEP_TIME_S)),),
             unit="s",
             kind="heatmap",
@@ -158,27 +158,27 @@ WORK = Row(
                 (
                     "Input by rank",
                     "input",
-                    "Normal: near 0. One line: that node's disk or network; all lines: the input as a whole, see "
-                    "the dashboard Cluster.",
+                    "Normal: near 0. If one line is high, check that node's disk and network; if all are, check the "
+                    "input on the dashboard Cluster.",
                 ),
                 (
                     "Forward by rank",
                     "forward",
-                    "Normal: alike. One line darker: a slower device, or more work a row (rows of unequal length: "
-                    "data.bucket_by_length).",
+                    "Normal: similar. A darker line means a slower device, or more work per row (for rows of unequal "
+                    "length, set data.bucket_by_length).",
                 ),
                 (
                     "Backward by rank",
                     "backward",
-                    "Normal: alike; it includes the communication that it hides. One line darker "
-                    "and late above: a slower device.",
+                    "Normal: similar; it includes the communication that it hides. A rank with a darker line that is "
+                    "also late above has a slower device.",
                 ),
             )
         ),
         Panel(
             title="Memory",
-            description="In use now. Normal: alike. One rank far above the others will be the first to run out: first "
-            "and last stage of a pipeline, or rows of unequal length.",
+            description="Memory in use now. Normal: similar. A rank far above the others will run out first; causes "
+            "are the first and last pipeline stage, or rows of unequal length.",
             queries=(in_order_of_ranks(by_rank(live.MEMORY_BYTES, where("kind", "used"))),),
             unit="bytes",
             kind="heatmap",
@@ -186,9 +186,9 @@ WORK = Row(
             height=10,
         ),
         Panel(
-            title="Memory over its limit",
-            description="Peak of each rank over what it can have. Normal: below 0.9. Above: a smaller micro-batch, "
-            "activation checkpointing, or fsdp; `scaleray plan` says what would fit.",
+            title="Memory relative to its limit",
+            description="Peak memory of each rank as a share of its limit. Normal: below 0.9. If it is higher, use a "
+            "smaller micro-batch, activation checkpointing or fsdp; `scaleray plan` shows which settings fit.",
             queries=(
                 in_order_of_ranks(
                     f"{by_rank(live.MEMORY_BYTES, where('kind', 'peak'))} / {by_rank(live.MEMORY_LIMIT_BYTES)}"
@@ -205,7 +205,7 @@ WORK = Row(
 DASHBOARD = Dashboard(
     name="ranks",
     title="scaleray: ranks",
-    description="Who is late, which link is slow, and what each rank does.",
+    description="Late ranks, slow links, and the activity of each rank.",
     variables=variables.RANKS,
     rows=(LATE, LINKS, WORK),
     notes=(variables.FIRING, variables.RESTARTED),

@@ -1,4 +1,4 @@
-"""Dashboard to open first: health, speed, progress and remaining time of a run."""
+"""The dashboard to open first: health, speed, progress and remaining time of a run."""
 
 from scaleray.common import live_metrics as live
 from scaleray.common import metric_names as names
@@ -13,8 +13,8 @@ NOW = Row(
     (
         Panel(
             title="State",
-            description="Normal: running, then finished. Failed: the run's terminal, or `failure` of its record.json, "
-            "has the reason; `scaleray train --resume RUN_FOLDER` continues it.",
+            description="Normal: running, then finished. If it failed, the run's terminal or `failure` in its "
+            "record.json has the reason; `scaleray train --resume RUN_FOLDER` continues it.",
             queries=(each_run(f"2 * {once(live.RUN_FAILED)} + {once(live.RUN_FINISHED)}"),),
             unit="none",
             kind="stat",
@@ -24,7 +24,7 @@ NOW = Row(
         ),
         Panel(
             title="Alerts firing",
-            description="Normal: 0. Each alert says what it costs and what to do; Prometheus lists them under Alerts.",
+            description="Normal: 0. Prometheus lists the alerts under Alerts, each with its cost and its remedy.",
             queries=(Query(f"count({firing()}) or vector(0)", "alerts"),),
             unit="none",
             kind="stat",
@@ -34,7 +34,7 @@ NOW = Row(
         ),
         Panel(
             title="Progress",
-            description="Steps done of those planned. A target or an early stop may end the run before 100 %.",
+            description="Finished share of the planned steps. A target or an early stop may end the run before 100 %.",
             queries=(each_run(f"{once(live.STEPS)} / {once(live.STEPS_PLANNED)}"),),
             unit="percentunit",
             kind="gauge",
@@ -46,8 +46,8 @@ NOW = Row(
         ),
         Panel(
             title="Time left",
-            description="Steps left at the time that the slowest rank's step takes now; evaluations and checkpoints "
-            "come on top. Where it grows, see Step time.",
+            description="Remaining steps times the current step time of the slowest rank, without evaluations and "
+            "checkpoints. If it grows, see Step time.",
             queries=(
                 each_run(f"({once(live.STEPS_PLANNED)} - {once(live.STEPS)}) * {over(names.STEP_TIME_S, 'max')}"),
             ),
@@ -59,7 +59,7 @@ NOW = Row(
         ),
         Panel(
             title="Time since the last step",
-            description="For the rank that is furthest behind. Normal: about the time of a step, or more during work "
+            description="For the rank that is furthest behind. Normal: about one step time, or more during work "
             "outside steps. Otherwise, minutes mean a hang; its failure will name the ranks that did not arrive.",
             queries=(each_run(since(live.LAST_STEP_TIMESTAMP_S, "min")),),
             unit="s",
@@ -71,7 +71,7 @@ NOW = Row(
         Panel(
             title="Goodput",
             description="Share of the run's time, over all attempts, spent in steps that count. Normal: above 90 % "
-            "after the first minutes. Low: see Restarts, Steps repeated and the checkpoints.",
+            "after the first minutes. If it is low, see Restarts, Steps repeated and the checkpoints.",
             queries=(each_run(once(names.GOODPUT)),),
             unit="percentunit",
             kind="stat",
@@ -89,16 +89,17 @@ SPEED = Row(
     (
         Panel(
             title="Throughput",
-            description="Samples a second of all workers, and the rate that the study or planner expects, if the "
-            "config has it. Normal: flat, and within 10 % of what is expected. A fall: see Where the time goes.",
+            description="Samples per second of all workers, and the rate expected by the study or planner, if the "
+            "config has it. Normal: constant, and within 10 % of the expected rate. If it falls, see Where the time "
+            "goes.",
             queries=(each_run(once(names.SAMPLES_PER_S)), each_run(once(live.EXPECTED_SAMPLES_PER_S), "expected")),
             unit="short",
             minimum=0,
         ),
         Panel(
             title="Throughput over prediction",
-            description="Normal: 0.9 and above. Below: a cause that the study did not measure: a slow rank or "
-            "link (dashboard Ranks), the input, throttled GPUs (dashboard Cluster).",
+            description="Normal: 0.9 and above. A lower value has a cause that the study did not measure: a slow rank "
+            "or link (dashboard Ranks), the input, or throttled GPUs (dashboard Cluster).",
             queries=(each_run(once(live.EFFICIENCY_OVER_PREDICTION)),),
             unit="percentunit",
             needs="prediction",
@@ -107,7 +108,7 @@ SPEED = Row(
         ),
         Panel(
             title="Tokens a second",
-            description="Of all workers, where the workload counts its loss by tokens. Normal: flat.",
+            description="Total of all workers, if the workload averages its loss over tokens. Normal: constant.",
             queries=(each_run(once(names.TOKENS_PER_S)),),
             unit="short",
             needs="tokens",
@@ -115,8 +116,8 @@ SPEED = Row(
         ),
         Panel(
             title="Step time",
-            description="Of the slowest and the fastest rank. Normal in synchronous training: equal, as all wait for "
-            "the last one. The lateness on the dashboard Ranks shows which rank that is.",
+            description="Step times of the slowest and the fastest rank. Normal in synchronous training: equal, as all "
+            "wait for the last one. Lateness on the dashboard Ranks shows which rank that is.",
             queries=(
                 each_run(over(names.STEP_TIME_S, "max"), "slowest"),
                 each_run(over(names.STEP_TIME_S, "min"), "fastest"),
@@ -126,9 +127,9 @@ SPEED = Row(
         ),
         Panel(
             title="Where the time goes",
-            description="Parts of a step, the mean of all ranks. Normal: forward and backward are most of it. Input "
-            "large: more input tasks or a faster store. Communication large: larger batches or buckets, compression. "
-            "`scaleray profile RUN` names the limiting one and the gain of removing it.",
+            description="Parts of a step, averaged over all ranks. Normal: forward and backward take most of it. If "
+            "input is large, use more input tasks or faster storage. If communication is large, use larger batches or "
+            "buckets, or compression. `scaleray profile RUN` names the limiting part and the gain from removing it.",
             queries=(each_run(f"avg by ({OF_RUNS}, phase) ({select(live.PHASE_S)})", "{{phase}}"),),
             unit="s",
             is_stacked=True,
@@ -136,34 +137,35 @@ SPEED = Row(
         ),
         Panel(
             title="Input",
-            description="Share of a step that rank 0 waited for its rows. Normal: below 5 %. Above: more CPUs for "
-            "input tasks, a nearer store, or less work in transform and collate.",
+            description="Share of a step that rank 0 spent waiting for its rows. Normal: below 5 %. If it is higher, "
+            "use more CPUs for input tasks, storage that is closer, or less work in transform and collate.",
             queries=(each_run(once(names.INPUT_WAIT_SHARE)),),
             unit="percentunit",
             minimum=0,
         ),
         Panel(
             title="Exposed communication",
-            description="Share of a step that ranks waited for communication. Normal: as in the study. "
-            "More: a late rank or a slow link, on the dashboard Ranks.",
+            description="Share of a step that ranks spent waiting for communication. Normal: as in the study. If it is "
+            "higher, look for a late rank or a slow link on the dashboard Ranks.",
             queries=(each_run(once(live.EXPOSED_COMMUNICATION_SHARE)),),
             unit="percentunit",
             minimum=0,
         ),
         Panel(
             title="Sent to collectives",
-            description="Bytes a second that rank 0 gave to collectives. Normal: flat; it falls with compression and "
-            "with meetings that are further apart.",
+            description="Bytes per second that rank 0 passed to collectives. Normal: constant; it is lower with "
+            "compression and with less frequent synchronisation.",
             queries=(each_run(per_second(live.SENT_BYTES_TOTAL)),),
             unit="Bps",
             minimum=0,
         ),
         Panel(
             title="Model FLOPs utilisation",
-            description="Model FLOPs a second over the peak of the devices. Empty: the peak is unknown, as for CPUs "
-            "and GPUs that the catalogue lacks (set study.peak_tflops), or the FLOPs of a sample could not be "
-            "counted (the run's events have the reason). Normal for large language models: 35 to 55 %. Low with "
-            "nothing waiting: small kernels; `scaleray profile -c FILE --trace` names the modules.",
+            description="Model FLOPs per second relative to the peak of the devices. It is empty if the peak is "
+            "unknown, as for CPUs and GPUs missing from the catalogue (set study.peak_tflops), or if the FLOPs of a "
+            "sample could not be counted (the run's events have the reason). Normal for large language models: 35 to "
+            "55 %. If it is low though nothing waits, kernels are small; `scaleray profile -c FILE --trace` names the "
+            "modules.",
             queries=(each_run(once(live.MFU)),),
             unit="percentunit",
             needs="GPU",
@@ -171,8 +173,8 @@ SPEED = Row(
         ),
         Panel(
             title="Outside steps",
-            description="Seconds since the first worker last evaluated, saved, compiled or ended, within the last "
-            "half hour. Normal: near 0 during such a phase, in which no step ends; this is not a hang.",
+            description="Seconds since the first worker last evaluated, saved, compiled or shut down, within the last "
+            "half hour. Normal: near 0 during such a phase: no step ends in it, and this is not a hang.",
             queries=(each_run(f"{since(live.LONG_PHASE_TIMESTAMP_S, 'max', 'phase')} < 1800", "{{phase}}"),),
             unit="s",
             needs="long phase",
@@ -180,7 +182,7 @@ SPEED = Row(
         ),
         Panel(
             title="Workers",
-            description="Normal: constant, or as the scheduler gives them in an elastic run.",
+            description="Normal: constant, or as many as the scheduler grants in an elastic run.",
             queries=(each_run(once(names.WORKERS)),),
             unit="none",
             minimum=0,
@@ -194,53 +196,53 @@ LEARNING = Row(
     (
         Panel(
             title="Loss",
-            description="Of the global batch. Normal: falling, with noise. A spike that does not come back: lower "
-            "the learning rate, or check the data of that step.",
+            description="Loss of the global batch. Normal: it falls, with noise. If it does not recover from a spike, "
+            "lower the learning rate or check the data of that step.",
             queries=(each_run(once(names.LOSS)),),
             unit="none",
         ),
         Panel(
             title="Evaluation",
-            description="Last values of the evaluations, by split and metric. A loss that rises while the training's "
-            "falls is overfitting.",
+            description="Latest values of the evaluations, by split and metric. An evaluation loss that rises while "
+            "the training loss falls means overfitting.",
             queries=(each_run(once(live.EVAL, "split", "metric"), "{{split}}/{{metric}}"),),
             unit="none",
         ),
         Panel(
             title="Gradient norm",
-            description="Before clipping. Normal: within a factor of a few of its past. Growing by orders of "
-            "magnitude: the training diverges; clip, or lower the learning rate.",
+            description="Norm before clipping. Normal: within a small factor of its past values. If it grows by orders "
+            "of magnitude, the training diverges: clip gradients or lower the learning rate.",
             queries=(each_run(once(names.GRAD_NORM)),),
             unit="none",
             minimum=0,
         ),
         Panel(
             title="Learning rate",
-            description="As the schedule has it. Normal: warm-up, then decay.",
+            description="Set by the schedule. Normal: warm-up, then decay.",
             queries=(each_run(once(names.LEARNING_RATE)),),
             unit="sci",
             minimum=0,
         ),
         Panel(
             title="Epochs",
-            description="Passes over the training data. Normal: a straight line. Flat pieces: evaluations, "
-            "checkpoints, or lost time.",
+            description="Passes over the training data. Normal: a straight line. Flat segments are evaluations, "
+            "checkpoints or lost time.",
             queries=(each_run(once(names.EPOCH)),),
             unit="none",
             minimum=0,
         ),
         Panel(
             title="Loss scale",
-            description="Of fp16. Normal: halved now and then, and back up. Falling without end: gradients overflow "
-            "at every step; use bf16.",
+            description="Loss scale of fp16. Normal: it is halved now and then, and recovers. If it keeps falling, "
+            "gradients overflow at every step: use bf16.",
             queries=(each_run(once(names.LOSS_SCALE)),),
             unit="none",
             needs="fp16",
         ),
         Panel(
-            title="Steps that were not finite",
-            description="Steps whose loss or gradient was NaN or infinite, so far. Normal: 0, or a few with fp16. The "
-            "run's log names the row of the data that holds them.",
+            title="Non-finite steps",
+            description="Number of steps so far with a NaN or infinite loss or gradient. Normal: 0, or a few with "
+            "fp16. The run's log names the data row that caused them.",
             queries=(each_run(so_far(names.NONFINITE_STEPS)),),
             unit="none",
             minimum=0,
@@ -255,8 +257,8 @@ SAFETY = Row(
         Panel(
             title="Age of the newest checkpoint",
             description="Training time that an interruption would lose now, the checkpoint interval, and the write "
-            "time of the newest checkpoint. Normal: a sawtooth below the sum of the last two. Growing: checkpoints "
-            "fail; see the run's log and the disk.",
+            "time of the newest checkpoint. Normal: a sawtooth below the sum of the last two. If it keeps growing, "
+            "checkpoints fail: see the run's log and the disk.",
             queries=(
                 each_run(once(live.CHECKPOINT_AGE_S), "age"),
                 each_run(once(live.CHECKPOINT_INTERVAL_S), "interval"),
@@ -267,8 +269,8 @@ SAFETY = Row(
         ),
         Panel(
             title="Restarts",
-            description="How often the training resumed after losing workers. Normal: 0 on your own machines. "
-            "Repeated: the run's log names the node and the reason.",
+            description="Number of times the training resumed after losing workers. Normal: 0 on your own machines. "
+            "After repeated restarts, see the run's log for the node and the reason.",
             queries=(each_run(so_far(live.RESTARTS)),),
             unit="none",
             minimum=0,
@@ -276,8 +278,8 @@ SAFETY = Row(
         ),
         Panel(
             title="Steps repeated",
-            description="Steps repeated after a loss of workers or a resume. Normal: below the steps from "
-            "one checkpoint to the next, for each restart; checkpoint.every makes them fewer.",
+            description="Steps repeated after a loss of workers or a resume. Normal: at each restart, fewer than the "
+            "steps between two checkpoints; a smaller checkpoint.every reduces them.",
             queries=(each_run(so_far(live.STEPS_REPEATED)),),
             unit="none",
             minimum=0,
@@ -285,16 +287,16 @@ SAFETY = Row(
         ),
         Panel(
             title="Memory of the fullest rank",
-            description="By kind. Normal: flat after the first steps. Creeping up: something keeps tensors; "
-            "`scaleray profile -c FILE --memory` names what holds them.",
+            description="Memory by kind. Normal: constant after the first steps. If it creeps up, something keeps "
+            "tensors alive; `scaleray profile -c FILE --memory` names the owner.",
             queries=(each_run(once(live.MEMORY_BYTES, "kind"), "{{kind}}"),),
             unit="bytes",
             minimum=0,
         ),
         Panel(
             title="Free disk",
-            description="Of the disk with the run's folder, on the driver's machine. Normal: above 10 %. Full: "
-            "`scaleray checkpoint prune`, or another checkpoint.storage_path.",
+            description="Free share of the disk with the run folder, on the driver's machine. Normal: above 10 %. If "
+            "the disk fills up, run `scaleray checkpoint prune` or choose another checkpoint.storage_path.",
             queries=(each_run(once(live.DISK_FREE)),),
             unit="percentunit",
             minimum=0,
@@ -303,8 +305,8 @@ SAFETY = Row(
         ),
         Panel(
             title="Points that wait for MLflow",
-            description="Normal: 0, or briefly a few. Growing: the server is away; nothing is lost, and "
-            "`scaleray tracking replay` sends it later.",
+            description="Normal: 0, or briefly a few. If they grow, the server is unreachable; nothing is lost, and "
+            "`scaleray tracking replay` sends them later.",
             queries=(each_run(once(live.RECORDER_SPOOLED_POINTS)),),
             unit="none",
             minimum=0,
@@ -312,7 +314,7 @@ SAFETY = Row(
         ),
         Panel(
             title="Which runs",
-            description="Facts of each run. A click on a line opens its page in MLflow, or its HTML report there.",
+            description="Facts about each run. Click a line to open its page in MLflow, or its HTML report there.",
             queries=(Query(variables.runs(select(live.RUN_INFO))),),
             unit="none",
             kind="table",
@@ -326,7 +328,7 @@ SAFETY = Row(
 DASHBOARD = Dashboard(
     name="run",
     title="scaleray: run",
-    description="Health, speed, progress and time left of a run.",
+    description="Health, speed, progress and remaining time of a run.",
     variables=variables.RANKS,
     rows=(NOW, SPEED, LEARNING, SAFETY),
     notes=(variables.FIRING, variables.RESTARTED),

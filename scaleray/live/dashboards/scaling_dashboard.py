@@ -1,4 +1,4 @@
-"""Result of scaling: efficiency against prediction, the cost of a million samples, and the runs of the last weeks."""
+"""The dashboard Scaling: efficiency against prediction, cost per million samples, and the runs of the last weeks."""
 
 from scaleray.common import live_metrics as live
 from scaleray.common import metric_names as names
@@ -17,8 +17,9 @@ PREDICTION = Row(
     (
         Panel(
             title="Measured over predicted",
-            description="Throughput over what a study or the planner expects (monitoring.expected_samples_per_s). "
-            "Normal: 0.9 to 1.1. Below: `scaleray compare` with the study's run names the part of a step that grew.",
+            description="Throughput relative to the expectation of a study or the planner "
+            "(monitoring.expected_samples_per_s). Normal: 0.9 to 1.1. If it is lower, `scaleray compare` with the "
+            "study's run names the part of a step that grew.",
             queries=(each_run(once(live.EFFICIENCY_OVER_PREDICTION)),),
             unit="percentunit",
             needs="prediction",
@@ -29,8 +30,8 @@ PREDICTION = Row(
         ),
         Panel(
             title="Measured and predicted",
-            description="Samples a second of all workers, with what is expected. Normal: the two lines of a run within "
-            "10 %.",
+            description="Measured and expected samples per second of all workers. Normal: the two lines of a run are "
+            "within 10 %.",
             queries=(each_run(RATE, "measured"), each_run(once(live.EXPECTED_SAMPLES_PER_S), "expected")),
             unit="short",
             minimum=0,
@@ -39,8 +40,8 @@ PREDICTION = Row(
         ),
         Panel(
             title="Samples a second and worker",
-            description="Compare runs of one model on 1, 2, 4, ... workers: equal bars are perfect scaling, and a bar "
-            "over that of one worker is the efficiency. `scaleray study` measures it with intervals.",
+            description="Compare runs of one model on 1, 2, 4, ... workers: equal bars mean perfect scaling, and a bar "
+            "divided by that of one worker is the efficiency. `scaleray study` measures it with confidence intervals.",
             queries=(each_run(f"{RATE} / {WORKERS}"),),
             unit="short",
             kind="bargauge",
@@ -48,9 +49,9 @@ PREDICTION = Row(
             width=12,
         ),
         Panel(
-            title="Shares that scaling costs",
-            description="Exposed communication and waiting for input, of a step. Normal: both below 10 %. The next "
-            "doubling will cost more of the larger one.",
+            title="Shares lost to scaling",
+            description="Shares of a step spent in exposed communication and waiting for input. Normal: both below 10 "
+            "%. The next doubling will increase the larger one.",
             queries=(
                 each_run(once(live.EXPOSED_COMMUNICATION_SHARE), "communication"),
                 each_run(once(names.INPUT_WAIT_SHARE), "input"),
@@ -67,15 +68,15 @@ COSTS = Row(
     (
         Panel(
             title="Cost of a million samples",
-            description="At the price of a worker-hour above the panels. Normal: it grows slowly with the number of "
-            "workers, as efficiency falls; the number of workers where it doubles is one too many for most.",
+            description="At the price per worker-hour set above the panels. Normal: it grows slowly with the number of "
+            "workers, as efficiency falls; for most purposes, a number of workers that doubles it is too large.",
             queries=(each_run(COST),),
             unit="none",
             minimum=0,
         ),
         Panel(
             title="Cost of a million samples that count",
-            description="The same over goodput: starts, restarts and repeated steps are paid as well. Normal: within "
+            description="Cost divided by goodput, which includes starts, restarts and repeated steps. Normal: within "
             "10 % of the cost without these.",
             queries=(each_run(f"{COST} / ({once(names.GOODPUT)} > 0)"),),
             unit="none",
@@ -83,7 +84,7 @@ COSTS = Row(
         ),
         Panel(
             title="Cost of the last hour",
-            description="Of all selected runs: workers times price, for as long as they ran.",
+            description="Total of all selected runs: workers times price times running time.",
             queries=(each_run(f"sum by ({OF_RUNS}) (avg_over_time({select(names.WORKERS)}[1h])) * $price"),),
             unit="none",
             kind="bargauge",
@@ -105,8 +106,8 @@ MEASURED = Row(
     (
         Panel(
             title="Turns and trials",
-            description="Share of a study's turns, or a sweep's trials, that is done. Normal: it grows evenly. "
-            "No progress for longer than one measurement: its terminal shows the cause.",
+            description="Finished share of a study's repeats or a sweep's trials. Normal: it grows evenly. If it stops "
+            "for longer than one measurement takes, its terminal shows the cause.",
             queries=(each_run(f"{once(live.MEASURED, 'kind')} / {once(live.MEASURED_PLANNED, 'kind')}", "{{kind}}"),),
             unit="percentunit",
             needs="study",
@@ -115,8 +116,9 @@ MEASURED = Row(
         ),
         Panel(
             title="Efficiency of points",
-            description="Samples a second and worker over those of the smallest point of the curve. Normal: above 0.8 "
-            "while it pays to add workers. The study's report has the intervals, and what limits a point.",
+            description="Samples per second and worker, relative to the smallest point of the curve. Normal: above 0.8 "
+            "while adding workers is worthwhile. The study's report has the confidence intervals and the bottleneck of "
+            "each point.",
             queries=(each_run(once(names.POINT_EFFICIENCY, *OF_POINT), POINT),),
             unit="percentunit",
             needs="study",
@@ -125,7 +127,7 @@ MEASURED = Row(
         ),
         Panel(
             title="Cost of a million samples, by point",
-            description="At the price of a worker-hour above the panels. Normal: it grows as efficiency falls.",
+            description="At the price per worker-hour set above the panels. Normal: it grows as efficiency falls.",
             queries=(each_run(f"$price * {POINT_WORKERS} / {SECONDS_AN_HOUR} / {POINT_RATE} * {MILLION}", POINT),),
             unit="none",
             needs="study",
@@ -133,8 +135,8 @@ MEASURED = Row(
         ),
         Panel(
             title="Throughput and step time of points",
-            description="Samples a second of all workers, and the median step in seconds. Normal: as in the study "
-            "before under the same conditions; `scaleray compare` says whether a difference is more than noise.",
+            description="Samples per second of all workers, and the median step time in seconds. Normal: as in an "
+            "earlier study under the same conditions; `scaleray compare` shows whether a difference exceeds the noise.",
             queries=(
                 each_run(POINT_RATE, f"samples/s, {POINT}"),
                 each_run(once(names.POINT_STEP_TIME_S, *OF_POINT), f"step time, {POINT}"),
@@ -145,15 +147,15 @@ MEASURED = Row(
         ),
         Panel(
             title="Trials",
-            description="Last value of the sweep's metric, trial by trial; of thousands the newest 200. Normal: a "
-            "valley or a hill over learning rates; the report has it by batch size and rule.",
+            description="Last value of the sweep's metric for each trial, at most the newest 200. Normal: a valley or "
+            "a hill over learning rates; the report shows it by batch size and rule.",
             queries=(each_run(once(names.TRIAL_VALUE, *OF_TRIAL), TRIAL),),
             unit="none",
             needs="sweep",
         ),
         Panel(
             title="Cost of a million samples, by trial",
-            description="At the price above. Concurrent trials share a machine: compare their costs only with each "
+            description="At the price set above. Concurrent trials share a machine: compare their costs only with each "
             "other. Normal: lower for larger batches, until the device is full.",
             queries=(each_run(TRIAL_COST, TRIAL),),
             unit="none",
@@ -162,8 +164,8 @@ MEASURED = Row(
         ),
         Panel(
             title="Samples to the target, by trial",
-            description="Cost of a batch size and learning rate in data. Normal: flat up to the critical batch size, "
-            "and growing from there on.",
+            description="Data used by each batch size and learning rate. Normal: constant up to the critical batch "
+            "size, then growing.",
             queries=(each_run(once(names.TRIAL_SAMPLES_TO_TARGET, *OF_TRIAL), TRIAL),),
             unit="short",
             needs="target",
@@ -173,12 +175,12 @@ MEASURED = Row(
 )
 
 HISTORY = Row(
-    "Runs of the time range",
+    "Runs in the time range",
     (
         Panel(
             title="Throughput, run by run",
-            description="The mean of each run in the time range. Choose 30 days to see whether a model has become "
-            "slower; `scaleray compare RUN RUN` says whether a difference is more than noise.",
+            description="Mean of each run in the time range. Choose 30 days to see whether a model has become slower; "
+            "`scaleray compare RUN RUN` shows whether a difference exceeds the noise.",
             queries=(each_run(f"max by ({OF_RUNS}) (avg_over_time({select(names.SAMPLES_PER_S)}[$__range]))"),),
             unit="short",
             kind="bargauge",
@@ -187,8 +189,8 @@ HISTORY = Row(
         ),
         Panel(
             title="Runs and their settings",
-            description="Every run, study and sweep of the time range, with its strategy and job. A click on a line "
-            "leads to its page and its experiment in MLflow. Prometheus keeps 15 days by default.",
+            description="Every run, study and sweep in the time range, with its strategy and job. Click a line for "
+            "links to its page and its experiment in MLflow. Prometheus stores 15 days by default.",
             queries=(Query(variables.runs(f"last_over_time({select(live.RUN_INFO)}[$__range])")),),
             unit="none",
             kind="table",
@@ -199,8 +201,7 @@ HISTORY = Row(
         ),
         Panel(
             title="Last loss, run by run",
-            description="The last loss of each run in the time range. Lower is better only among runs of one model "
-            "and batch size.",
+            description="Last loss of each run in the time range. Compare only runs of one model and batch size.",
             queries=(each_run(f"max by ({OF_RUNS}) (last_over_time({select(names.LOSS)}[$__range]))"),),
             unit="none",
             kind="bargauge",
@@ -225,7 +226,7 @@ HISTORY = Row(
 DASHBOARD = Dashboard(
     name="scaling",
     title="scaleray: scaling",
-    description="Efficiency against prediction, cost, studies and sweeps, and the runs of the last weeks.",
+    description="Efficiency compared with the prediction, cost, studies and sweeps, and the runs of the last weeks.",
     variables=(*variables.RUNS, variables.PRICE),
     rows=(PREDICTION, COSTS, MEASURED, HISTORY),
     notes=(variables.FIRING,),

@@ -1,4 +1,4 @@
-"""The variables above the panels, the same on every dashboard that has them, so that links pass them on."""
+"""Variables above the panels. They are identical on all dashboards, so that links can pass them on."""
 
 from scaleray.common import live_metrics, metric_names
 from scaleray.live import foreign
@@ -10,14 +10,14 @@ JOB = Variable(
     name="job",
     label="Job",
     query=values_of(foreign.UP, "job"),
-    description="The job of Prometheus that scrapes; Ray's own file for service discovery calls it ray.",
+    description="Prometheus job that scrapes the runs; Ray's own service discovery file names it ray.",
     all_value=".+",
 )
 INSTANCE = Variable(
     name="instance",
     label="Instance",
     query=values_of(foreign.UP, "instance", 'job=~"$job"'),
-    description="The address that was scraped: one a node with Ray, one a run without it.",
+    description="Scraped address: one per node with Ray, one per run without Ray.",
     all_value=".+",
 )
 RUN = Variable(name="run", label="Run", query=values_of(live_metrics.RUN_INFO, RUN_NAME, 'job=~"$job"'))
@@ -47,7 +47,7 @@ PRICE = Variable(
     label="Price of a worker-hour",
     query="1",
     kind="textbox",
-    description="Price of one worker per hour, in any currency.",
+    description="Price of one worker for one hour, in any currency.",
 )
 
 TARGETS = (DATASOURCE, JOB, INSTANCE)
@@ -61,19 +61,19 @@ ABOUT_RUNS = (
 )
 """Columns of a table of runs: labels that describe a run, and their headers."""
 LINK_LABELS = ("mlflow_page", "report_page", "experiment_page")
-"""Labels added by `runs`: the addresses of a run's page in MLflow, of its HTML report among the artifacts, and of its
-experiment, which also has the studies and sweeps."""
+"""Labels added by `runs`: addresses in MLflow of a run's page, its report, and its experiment, as for studies and
+sweeps."""
 PAGES = tuple(
     Link(title, f"${{__data.fields.{label}}}")
     for title, label in zip(("MLflow", "HTML report", "Experiment, with studies and sweeps"), LINK_LABELS, strict=True)
 )
-"""Links from a line of a table of runs to the run's pages."""
+"""Links from a line in a table of runs to the run's pages."""
 
 
 def runs(info: str) -> str:
-    """Facts of each run, with page addresses as labels.
+    """Query for the facts of each run, with page addresses as labels.
 
-    Browsers cannot open the report's folder, so the link goes to MLflow's artifact page: the run's page with the
+    Browsers cannot open the report's folder, so the link leads to MLflow's artifact page: the run's page with the
     artifact's path before the question mark (as in MLflow 3.17)."""
     link, expr = live_metrics.RUN_INFO.labels[0], info
     addresses = (("$1", "(.+)"), ("$1/artifactPath/report.html$2", "([^?]+)(.*)"), ("$1", "(.+/experiments/[^/]+)/.*"))

@@ -1,1 +1,1 @@
-"""Files of dashboards and rules, and their import into Grafana."""
+"""Write the dashboard and rule files, and import them into Grafana."""

@@ -1,6 +1,6 @@
-"""Import dashboards by Grafana's HTTP API, with one clear message for each kind of refusal.
+"""Import dashboards through Grafana's HTTP API, with a clear message for each kind of failure.
 
-Source: grafana.com/docs, HTTP API, Dashboard and Folder. Tested only against a stand-in server."""
+Source: grafana.com/docs, HTTP API, Dashboard and Folder. Tested only with a stand-in server."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from scaleray.live.dashboards.grafana import as_grafana
 
 TIMEOUT_S = 30.0
 SHOWN = 300
-"""Characters of a server's answer shown in a message."""
+"""Most characters of a server's response that a message shows."""
 
 
 def install_dashboards(grafana: str, *, token_env: str = "GRAFANA_TOKEN", folder: str = "scaleray") -> dict[str, str]:
-    """Import the dashboards by a Grafana's HTTP API, replacing existing ones; returns each page's address by name.
+    """Import the dashboards into Grafana, replacing existing ones, and return each page's address by name.
 
-    grafana: its address. token_env: the environment variable with the token of a service account. folder: within
-    Grafana, created if it does not exist. Raises UsageError or RunFailedError, without the token in any message."""
+    grafana: its address. token_env: environment variable with the token of a service account. folder: folder in
+    Grafana, created if it does not exist. Raises UsageError or RunFailedError; no message contains the token."""
     server = Grafana(grafana, token_env)
     uid = server.folder(folder)
     return {name: server.install(as_grafana(dashboard), folder=uid) for name, dashboard in DASHBOARDS.items()}
 
 
 class Grafana:
-    """A Grafana server at an address, with the token from an environment variable. The token is sent only in request
-    headers and appears in no message, record or command line."""
+    """A Grafana server, with the token from an environment variable. The token is sent only in request headers, and
+    never appears in a message, record or command line."""
 
     def __init__(self, address: str, token_env: str) -> None:
         hint = "such as http://127.0.0.1:3000"
@@ -62,13 +62,13 @@ class Grafana:
         self._address, self._token_env = address.rstrip("/"), token_env
 
     def folder(self, title: str) -> str:
-        """The uid of the folder with this title, made if there is none."""
+        """Uid of the folder with this title, which is created if it does not exist."""
         found = self._ask("GET", "/api/folders?limit=1000")
         uid = next((one["uid"] for one in found if one.get("title") == title), None)
         return str(uid or self._ask("POST", "/api/folders", {"title": title})["uid"])
 
     def install(self, dashboard: Mapping[str, Any], *, folder: str) -> str:
-        """Import a dashboard, replacing one of the same uid, and return the address of its page."""
+        """Import a dashboard, replacing one with the same uid, and return the address of its page."""
         body = {"dashboard": {**dashboard, "id": None}, "folderUid": folder, "overwrite": True}
         body["message"] = "scaleray dashboards install"
         return self._address + str(self._ask("POST", "/api/dashboards/db", body).get("url", f"/d/{dashboard['uid']}"))
@@ -92,7 +92,7 @@ class Grafana:
             ) from None
         except ValueError:
             raise UsageError.problem(
-                "--grafana", f"{self._address} is not a Grafana server: its answer at {path} is not JSON"
+                "--grafana", f"{self._address} is not a Grafana server: its response from {path} is not JSON"
             ) from None
 
     def _refused(self, status: int, answer: Any, path: str) -> Exception:
@@ -102,7 +102,7 @@ class Grafana:
             want = "a valid token" if status == 401 else "a token with the right to edit dashboards and folders"
             hint = f"the role Editor is enough; Grafana says: {said}"
             return UsageError.problem(
-                where, f"rejected the token in {self._token_env} ({status}): it needs {want}", hint
+                where, f"rejected the token in {self._token_env} ({status}): it requires {want}", hint
             )
         if 300 <= status < 400:
             to = urllib.parse.urlsplit(answer.headers.get("Location", ""))
@@ -122,7 +122,7 @@ class Grafana:
 
 
 def _message_of(answer: Any) -> str:
-    """Message of the server, as one short line."""
+    """The server's message as one short line."""
     try:
         text = answer.read(65536).decode(errors="replace")
         said = json.loads(text)

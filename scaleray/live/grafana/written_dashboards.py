@@ -19,11 +19,11 @@ def write_dashboards(
     grafana: str | None = None,
     check: bool = False,
 ) -> list[Path]:
-    """Write dashboards, alert rules and a starter Prometheus config; return the files.
+    """Write dashboards, alert rules and a starter Prometheus config, and return the files.
 
-    alerts: a file of rules in place of those with the usual limits, such as a pipeline's `alerts.yaml`. grafana:
-    address that the links of alerts to their panels begin with. check: write nothing; return files that are missing or
-    were edited. Other files in the folder stay. Raises StorageError; UsageError for a file without rules, or an invalid
+    alerts: rule file that replaces the rules with default limits, such as a pipeline's `alerts.yaml`. grafana: base
+    address of the links from alerts to panels. check: write nothing, and return files that are missing or were edited.
+    Other files in the folder are unchanged. Raises StorageError, or UsageError for a file without rules or an invalid
     address."""
     if grafana is not None:
         _check(grafana, alerts)
@@ -43,10 +43,10 @@ def write_dashboards(
 
 
 def _check(grafana: str, alerts: str | Path | None) -> None:
-    """Raise UsageError if the address is not valid, or if --alerts names a file, whose links are fixed."""
+    """Raise UsageError if the address is invalid or --alerts is given, as the links in its file are fixed."""
     if alerts is not None:
         raise UsageError.problem(
-            "--grafana", "cannot be combined with --alerts, whose file has fixed links", "omit one of them"
+            "--grafana", "cannot be combined with --alerts: the links in that file are fixed", "omit one of them"
         )
     try:
         check_grafana(grafana)
@@ -55,11 +55,11 @@ def _check(grafana: str, alerts: str | Path | None) -> None:
 
 
 def _rules(file: Path) -> str:
-    """The text of a file of rules. Raises UsageError for another one."""
+    """Text of a rule file. Raises UsageError for any other file."""
     text = _read(file)
     if text is None:
         raise UsageError.problem(
-            "--alerts", f"{file} cannot be read", "give alerts.yaml of a promoted model's pipeline"
+            "--alerts", f"{file} cannot be read", "give the alerts.yaml of a promoted model's pipeline"
         )
     try:
         found = load_yaml(text)
@@ -71,7 +71,7 @@ def _rules(file: Path) -> str:
 
 
 def _read(path: Path) -> str | None:
-    """The text of a file; None if it cannot be read."""
+    """Text of a file; None if it cannot be read."""
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError):

@@ -1,8 +1,8 @@
-"""Rules on idle, slow and faulty GPUs, by NVIDIA's DCGM exporter.
+"""Rules for idle, slow and faulty GPUs, based on NVIDIA's DCGM exporter.
 
-The exporter gives the counters of throttling and memory errors only if its list of fields has them; its default list
-has them commented out. A GPU belongs to a run if the run trains on its node: the label `node` that Prometheus is
-configured to add, or else the exporter's address. The node of a run without Ray is the host of its target."""
+The exporter provides the counters of throttling and memory errors only if its field list has them; its default list has
+them commented out. A GPU belongs to a run that trains on its node, which is given by the label `node` that Prometheus
+is configured to add, or else by the exporter's address. The node of a run without Ray is the host of its target."""
 
 from scaleray.common import live_metrics as live
 from scaleray.common.metric import prometheus_name
@@ -13,13 +13,13 @@ from scaleray.live.rules.series_history import SeriesHistory
 
 ACTIVE = foreign.GPU_ENGINE_ACTIVE.name
 THROTTLED = tuple(metric.name for metric in foreign.GPU_THROTTLED[:2])
-"""Counters of nanoseconds of throttling, as NVML has them; lists of fields that call them microseconds are wrong:
+"""Counters of throttling in nanoseconds, as in NVML; field lists that declare microseconds are wrong:
 https://github.com/NVIDIA/dcgm-exporter/pull/589. Not measured here."""
 ECC = (foreign.GPU_ECC_DOUBLE_BIT.name, foreign.GPU_REMAPPED_ROWS.name)
 REMAP_FAILED = foreign.GPU_REMAP_FAILURE.name
 XID = foreign.GPU_XID.name
 APPLICATION_XIDS = (13, 31, 43, 45)
-"""Xid numbers caused by errors of the application, with which the run itself fails. Source: NVIDIA's Xid catalogue."""
+"""Xid numbers caused by errors of the application, which make the run itself fail. Source: NVIDIA's Xid catalogue."""
 LOOK_BACK_S = 300.0
 IN_DCGM = "gpu, UUID, instance"
 NO_NODE = "local"
@@ -41,7 +41,7 @@ def _idle_query(limits: AlertLimits) -> str:
 
 
 def _at_its_host(series: str) -> str:
-    """Series whose `node` is the host at which they are scraped."""
+    """Series with the label `node` set to the host from which they are scraped."""
     return f'label_replace({series}, "node", "$1", "instance", "([^:]+)(:.*)?")'
 
 
@@ -75,11 +75,11 @@ RULES = (
     Rule(
         "gpu_idle",
         "warning",
-        "{of} was busy in only {value} of the last five minutes",
+        "{of} was busy for only {value} of the last five minutes",
         "share",
         "An idle GPU costs as much as a busy one.",
-        "scaleray profile RUN: input, host or communication. Small kernels: compilation.what blocks, or a larger "
-        "batch.micro_size.",
+        "scaleray profile RUN shows whether input, host or communication is the cause. For small kernels, set "
+        "compilation.what blocks or a larger batch.micro_size.",
         ("cluster", "GPU activity"),
         _idle_query,
         _idle,
@@ -88,10 +88,10 @@ RULES = (
     Rule(
         "gpu_throttled",
         "warning",
-        "{of} was slowed down by power or heat in {value} of the last five minutes",
+        "{of} was slowed down by power or heat for {value} of the last five minutes",
         "share",
-        "The slowest GPU sets the speed of all.",
-        "Check its temperature and power limit, and the node's cooling; exclude the node meanwhile "
+        "The slowest GPU limits the speed of all.",
+        "Check its temperature and power limit, and the node's cooling. Exclude the node until it is fixed "
         "(scale.label_selector).",
         ("cluster", "GPU throttling"),
         _throttled_query,
@@ -103,7 +103,7 @@ RULES = (
         "critical",
         "{of} has memory errors that cannot be corrected",
         "count",
-        "Such an error ends the process that hits it; more will follow.",
+        "Such an error ends the process that encounters it, and more will follow.",
         "Drain the node, reset the GPU, and replace it if rows cannot be remapped.",
         ("cluster", "GPU errors"),
         _ecc_query,
@@ -114,7 +114,7 @@ RULES = (
         "critical",
         "{of} has reported Xid {value}",
         "count",
-        "After most of them the GPU or its links cannot be used until a reset: the run hangs or fails.",
+        "After most Xids, the GPU or its links cannot be used until a reset: the run hangs or fails.",
         "Look up the number in NVIDIA's Xid catalogue, check the node's kernel log, and drain the node. 79 means a "
         "lost GPU, 74 a failed link.",
         ("cluster", "GPU errors"),

@@ -1,8 +1,8 @@
-"""Whether a training learns: losses that jump, values that are not finite, gradients that explode.
+"""Rules for training quality: loss spikes, non-finite values and exploding gradients.
 
 A loss is compared with the median of its last 200 values and their median absolute deviation, since multiples of a mean
-are meaningless for losses near or below zero. Prometheus, which has a loss for each scrape instead of each step, uses
-half the distance of the quartiles, which is equal for values distributed symmetrically around the median."""
+are meaningless for losses near or below zero. Prometheus, which has a loss per scrape instead of per step, uses half
+the interquartile range, which equals that deviation for values distributed symmetrically around the median."""
 
 from collections.abc import Callable
 
@@ -18,10 +18,10 @@ from scaleray.live.rules.series_history import SeriesHistory, Values
 
 LOOK_BACK, IN_A_ROW, LEAST_POINTS = 200, 3, 20
 LOOK_BACK_S = 1000.0
-"""Seconds of history used by Prometheus, with a scrape every five seconds."""
+"""Seconds of history that Prometheus uses, with a scrape every five seconds."""
 RELATIVE_FLOOR, FLOOR = 0.01, 0.001
-"""Amounts added to the deviation, relative to the median and absolute: otherwise any change of a nearly constant loss
-is a spike. """
+"""Amounts added to the deviation, relative to the median and absolute, so that a nearly constant loss has no spikes.
+"""
 NONFINITE_WITHIN_S, SCALE_WITHIN_S = 300.0, 1800.0
 LOSS_SCALE = prometheus_name(names.LOSS_SCALE)
 
@@ -37,7 +37,7 @@ def _spike_query(limits: AlertLimits) -> str:
 
 
 def mads_above(values: Values, usual: Values) -> Values:
-    """Distance above the median of the usual values, in median absolute deviations."""
+    """Distance of values above the median of the usual values, in median absolute deviations."""
     median = np.median(usual)
     spread = np.median(np.abs(usual - median)) + RELATIVE_FLOOR * abs(median) + FLOOR
     return np.asarray((values - median) / spread)
@@ -50,7 +50,7 @@ def _explosion_query(limits: AlertLimits) -> str:
 
 
 def over_median(values: Values, usual: Values) -> Values:
-    """Ratio of values to the median of the usual ones."""
+    """Ratio of values to the median of the usual values."""
     median = np.median(usual)
     return values / median if median > 0 else np.zeros(len(values))
 
@@ -62,8 +62,8 @@ def _has_enough(metric: Metric) -> str:
 def _in_a_row(
     seen: SeriesHistory, metric: Metric, measure: Callable[[Values, Values], Values], limit: float
 ) -> Match | None:
-    """The largest of the first streak of three or more values above the limit, among those since the last check and the
-    two before. Each `LOOK_BACK` of them are compared with earlier ones: checks may be many steps apart."""
+    """Largest value of the first streak of three or more above the limit, among values since the last check and the two
+    before. They are compared in blocks of `LOOK_BACK` with earlier values: checks may be many steps apart."""
     times, values = seen.points(prometheus_name(metric))
     is_finite = np.isfinite(values)
     times, values = times[is_finite], values[is_finite]
@@ -111,11 +111,12 @@ RULES = (
     Rule(
         "loss_spike",
         "warning",
-        "the loss is {value} median deviations above the median of its last 200 values, three times in a row",
+        "the loss was {value} median deviations above the median of its last 200 values, three times in a row",
         "number",
-        "Progress is lost, and the run may not recover.",
-        "Check the gradient norm before it and the rows of these steps (the step plan names them). Usual cures: "
-        "optimizer.clip_norm, a longer schedule.warmup, a lower learning rate, returning to the previous checkpoint.",
+        "Training progress is lost, and the run may not recover.",
+        "Check the gradient norm before the spike, and the rows of these steps (listed in the step plan). Usual "
+        "remedies: optimizer.clip_norm, a longer schedule.warmup, a lower learning rate, or a return to the previous "
+        "checkpoint.",
         ("run", "Loss"),
         _spike_query,
         lambda seen, limits: _in_a_row(seen, names.LOSS, mads_above, limits.loss_spike_mads),
@@ -125,12 +126,12 @@ RULES = (
     Rule(
         "nonfinite",
         "critical",
-        "a loss or gradient was not finite in {value} of the steps of the last five minutes",
+        "a loss or gradient was not finite in {value} of the steps in the last five minutes",
         "count",
-        "Skipped steps teach nothing; without skipping, the weights are lost.",
-        "Check the first such step: its rows, a division or logarithm in the loss, the precision. fp16 without a "
-        "loss scale, or bf16 sums over many values, are common causes.",
-        ("run", "Steps that were not finite"),
+        "Skipped steps do not train the model; without skipping, the weights are lost.",
+        "Check the first such step: its rows, divisions or logarithms in the loss, and the precision. Common causes "
+        "are fp16 without a loss scale, and bf16 sums over many values.",
+        ("run", "Non-finite steps"),
         lambda limits: f"{grown(names.NONFINITE_STEPS, NONFINITE_WITHIN_S)} > 0",
         _nonfinite,
     ),
@@ -139,7 +140,7 @@ RULES = (
         "warning",
         "the loss scale has fallen to {value}",
         "number",
-        "Gradients overflow again and again: steps are skipped, and small gradients vanish in fp16.",
+        "Gradients overflow repeatedly: steps are skipped, and small gradients vanish in fp16.",
         "Use precision.dtype bf16 if the GPU supports it; otherwise find the layer whose activations grow.",
         ("run", "Loss scale"),
         _scale_query,
@@ -148,10 +149,10 @@ RULES = (
     Rule(
         "gradient_explosion",
         "warning",
-        "the gradient's norm is {value} times the median of its last 200 values, three times in a row",
+        "the gradient norm was {value} times the median of its last 200 values, three times in a row",
         "number",
-        "With clipping, steps have the wrong direction; without it, also the wrong length: a loss spike follows.",
-        "optimizer.clip_norm 1.0, a lower learning rate or a longer schedule.warmup; check the rows of these steps.",
+        "Steps go in the wrong direction and, without clipping, are also too long: a loss spike follows.",
+        "Set optimizer.clip_norm 1.0, a lower learning rate or a longer schedule.warmup; check these steps' rows.",
         ("run", "Gradient norm"),
         _explosion_query,
         lambda seen, limits: _in_a_row(seen, names.GRAD_NORM, over_median, limits.gradient_factor),

@@ -1,4 +1,4 @@
-"""Rules on whether a run makes progress: hangs, lost workers, restarts and its end."""
+"""Rules for the progress of a run: hangs, lost workers, restarts and its end."""
 
 from scaleray.common import live_metrics as live
 from scaleray.common import metric_names as names
@@ -10,7 +10,7 @@ from scaleray.live.rules.series_history import SeriesHistory
 
 HOUR_S = 3600.0
 BEGAN_AGAIN_S = 60.0
-"""Seconds for which a loss is reported if the workers restarted before they were missed."""
+"""Seconds for which the loss of workers is reported if they restarted before it was noticed."""
 LAST_STEP, STEP_TIME = prometheus_name(live.LAST_STEP_TIMESTAMP_S), prometheus_name(names.STEP_TIME_S)
 LONG_PHASE, WORLD_SIZE = prometheus_name(live.LONG_PHASE_TIMESTAMP_S), prometheus_name(names.WORKERS)
 
@@ -56,7 +56,7 @@ def _restarts(seen: SeriesHistory, limits: AlertLimits) -> Match | None:
 
 
 def grown_in(seen: SeriesHistory, metric: Metric, last_s: float) -> float:
-    """Growth of a counter in the last seconds; before its first point it was 0."""
+    """Growth of a counter in the last seconds. Before its first point, its value was 0."""
     points = list(seen.series.get(prometheus_name(metric), {}).get("", ()))
     before = [value for at, value in points if at <= seen.now - last_s]
     return points[-1][1] - (before[-1] if before else 0.0) if points else 0.0
@@ -81,9 +81,9 @@ RULES = (
         "critical",
         "no step has finished for {value}",
         "seconds",
-        "All workers are idle at full price.",
-        "Read hangs/ in the run's folder: it has each rank's source line and names the rank that the others wait "
-        "for. Raise alerts.long_phase_s if an evaluation or a checkpoint takes longer.",
+        "All workers are idle but still cost their full price.",
+        "Read hangs/ in the run folder: it shows each rank's source line and names the rank that the others wait for. "
+        "Raise alerts.long_phase_s if an evaluation or a checkpoint takes longer.",
         ("run", "Time since the last step"),
         _no_progress_query,
         _no_progress,
@@ -93,9 +93,9 @@ RULES = (
         "critical",
         "{value} of the run's workers are lost, or were a minute ago",
         "count",
-        "The others wait until their collectives fail; then the run starts again from its newest checkpoint, or ends.",
-        "Look at the events of the run and at the node's own logs: memory, preemption, a lost machine. If it "
-        "returns, checkpoint.every_minutes decides the cost.",
+        "The others wait until their collectives fail; then the run restarts from its newest checkpoint, or ends.",
+        "Check the events of the run and the logs of the node for memory, preemption or a lost machine. If it happens "
+        "repeatedly, checkpoint.every_minutes determines the cost.",
         ("ranks", "Workers that report"),
         _worker_lost_query,
         _worker_lost,
@@ -104,11 +104,11 @@ RULES = (
     Rule(
         "restarts",
         "critical",
-        "workers were started again {value} times within an hour",
+        "workers were restarted {value} times within an hour",
         "count",
-        "Each start costs its launch and the steps since the last checkpoint; a recurring fault ends the run.",
-        "Read the reason of each in the run's events. If it is always the same rank or node, exclude the node "
-        "(scale.label_selector).",
+        "Each restart costs the launch and the steps since the last checkpoint; a recurring fault ends the run.",
+        "Read the reason for each restart in the run's events. If it is always the same rank or node, exclude that "
+        "node (scale.label_selector).",
         ("run", "Restarts"),
         lambda limits: f"{grown(live.RESTARTS, HOUR_S)} >= {limits.restarts_an_hour}",
         _restarts,
@@ -118,7 +118,7 @@ RULES = (
         "critical",
         "the run has failed",
         "count",
-        "Its workers are idle, and nothing trains.",
+        "Its workers are idle, and nothing is trained.",
         "Read the verdict in MLflow or record.json; scaleray train --resume RUN_FOLDER continues from the newest "
         "checkpoint.",
         ("run", "State"),

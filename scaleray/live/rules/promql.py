@@ -1,7 +1,7 @@
-"""Pieces of PromQL that the rules share.
+"""PromQL fragments shared by the rules.
 
 Gauges of a worker vanish when it ends, and a restarted worker has new series next to the old ones (Ray's label
-WorkerId): the value of a run or a rank is the largest of its series."""
+WorkerId). The value of a run or a rank is therefore the largest of its series."""
 
 from scaleray.common import live_metrics as live
 from scaleray.common.metric import RANK_LABELS, RUN_LABELS, Metric, prometheus_name
@@ -16,27 +16,26 @@ def of_run(metric: Metric, of: str = "max") -> str:
 
 
 def of_rank(metric: Metric, where: str = "") -> str:
-    """One value for each rank. where: labels that it must have, such as {kind="used"}."""
+    """One value for each rank. where: required labels, such as {kind="used"}."""
     return f"max by ({RANK}) ({prometheus_name(metric)}{where})"
 
 
 def over(function: str, metric: Metric, seconds: float, *, first: str = "", where: str = "", ago_s: float = 0) -> str:
-    """A function over the last seconds of each series, such as avg_over_time. first: an argument before the series."""
+    """A function over the last seconds of each series, such as avg_over_time. first: argument before the series."""
     window = f"{prometheus_name(metric)}{where}[{seconds:g}s]" + (f" offset {ago_s:g}s" if ago_s else "")
     return f"{function}({f'{first}, ' if first else ''}{window})"
 
 
 def grown(metric: Metric, seconds: float, *, known_by: Metric | None = None) -> str:
-    """Growth of a run's counter. Not `increase`: a counter that first appears with an event has no earlier sample, and
-    would not have grown. known_by: a metric that the run must have had then: counts from before a resume are not
-    new."""
+    """Growth of a run's counter. `increase` misses the first event, with which a counter first appears. known_by:
+    metric that the run must have had at the earlier time, so that a resume does not count as growth."""
     now, before = of_run(metric), f"max by ({RUN}) ({prometheus_name(metric)} offset {seconds:g}s)"
     none = now if known_by is None else f"max by ({RUN}) ({prometheus_name(known_by)} offset {seconds:g}s)"
     return f"{now} - ({before} or 0 * {none})"
 
 
 LOST_WITHIN_S = 900
-"""Seconds for which Prometheus remembers a silent run, and its alert lasts."""
+"""Seconds for which Prometheus remembers a silent run and its alert lasts."""
 
 
 def remembered(metric: Metric, of: str = "max") -> str:
@@ -45,8 +44,8 @@ def remembered(metric: Metric, of: str = "max") -> str:
 
 
 def ended() -> str:
-    """The runs that ended or reported failure. A run whose last state was not scraped, because it was gone before the
-    next scrape, has ended if it had taken all its steps."""
+    """Runs that ended or reported failure. A run that was gone before its last scrape counts as ended after all its
+    steps."""
     said = [
         f"max by ({RUN}) ({over('max_over_time', metric, LOST_WITHIN_S)}) == 1"
         for metric in (live.RUN_FINISHED, live.RUN_FAILED)

@@ -1,4 +1,4 @@
-"""Definition of a rule: its condition, the cost of ignoring the alert, and the remedy."""
+"""Definition of an alert rule: its condition, the cost of ignoring it, and the remedy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ OF_GPU = "GPU {{ $labels.gpu }} of {{ $labels.instance }}"
 
 @dataclass(frozen=True)
 class Match:
-    """Result of a predicate. of: the rank or device concerned, if any."""
+    """Result of a predicate. of: the affected rank or device, if any."""
 
     value: float
     of: str = ""
@@ -42,32 +42,32 @@ Predicate = Callable[[SeriesHistory, AlertLimits], Match | None]
 
 @dataclass(frozen=True)
 class Rule:
-    """One alert. query: PromQL that has a value while the condition holds; predicate: the same for one run, None if it
-    needs facts that the run lacks."""
+    """One alert rule. query: PromQL that has a value while the condition holds. predicate: the same check within a run;
+    None if it needs facts that the run lacks."""
 
     name: str
     severity: Severity
     summary: str
-    """Observation; {value} is replaced by the value, {of} by the rank or device."""
+    """Text of the alert; {value} is replaced by the value, {of} by the rank or device."""
     unit: Unit
     costs: str
-    """Cost of ignoring it."""
+    """Cost of ignoring the alert."""
     advice: str
     """Remedy."""
     panel: tuple[str, str]
-    """Dashboard and title of the panel that shows it."""
+    """Dashboard and title of the panel that shows the condition."""
     query: Query
     predicate: Predicate | None = None
     for_s: float = 0.0
-    """Seconds that the condition must last."""
+    """Seconds that the condition must last before Prometheus raises the alert."""
     steps_in_a_row: bool = False
-    """Whether the run itself, which sees each step, counts steps instead of these seconds."""
+    """Whether the run itself counts steps instead of these seconds."""
     of: str = ""
-    """Words for the rank or device, by the labels of its series."""
+    """Template for the name of the rank or device, from the labels of its series."""
 
     @property
     def alertname(self) -> str:
-        """Name in Prometheus, such as ScalerayNoProgress."""
+        """Alert name in Prometheus, such as ScalerayNoProgress."""
         return "Scaleray" + "".join(word.capitalize() for word in self.name.split("_"))
 
     @property
@@ -76,9 +76,9 @@ class Rule:
         return 0.0 if self.steps_in_a_row else self.for_s
 
     def to_text(self, found: Match) -> str:
-        """The summary with the measured value."""
+        """Summary with the measured value."""
         return self.summary.format(value=IN_WORDS[self.unit](found.value), of=found.of)
 
     def in_prometheus(self) -> str:
-        """The summary as a template of Prometheus."""
+        """Summary as a Prometheus template."""
         return self.summary.format(value=IN_PROMETHEUS[self.unit], of=self.of)

@@ -1,4 +1,4 @@
-"""Determine which alerts of a run begin and end at each check."""
+"""Evaluate the rules for one run: which alerts begin and end at each check."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -22,19 +22,19 @@ BY_NAME = {rule.name: rule for rule in RULES}
 
 
 KEEP_S = 60.0
-"""Seconds after which an alert ends if its condition no longer holds: one that comes and goes is raised once."""
+"""Seconds without its condition after which an alert ends, so that a flickering condition raises one alert."""
 
 
 @dataclass
 class _State:
-    """State of one rule: since when its condition holds, when it last held, and the alert raised."""
+    """State of one rule: when its condition began and last held, and the alert it raised."""
 
     since: float | None = None
     held_at: float = 0.0
     alert: Alert | None = None
 
     def ended(self, now: float) -> Alert | None:
-        """The alert, if it is over now that the rule does not hold."""
+        """The alert if it is over, as the condition has not held for long enough; otherwise None."""
         self.since = None
         if self.alert is None or now - self.held_at < KEEP_S:
             return None
@@ -43,7 +43,7 @@ class _State:
 
 
 class RuleEvaluator:
-    """Checks a run with all rules that need no other run. guard: calls a rule's predicate; an error in one must not
+    """Checks a run with all rules that have a predicate. guard: calls a predicate, so that an error in one does not
     prevent the others."""
 
     def __init__(self, limits: AlertLimits, guard: Guard, *, without: Iterable[str] = ()) -> None:
@@ -57,11 +57,11 @@ class RuleEvaluator:
 
     @property
     def firing(self) -> list[Alert]:
-        """Alerts that are not over."""
+        """Alerts that are currently firing."""
         return [state.alert for _, _, state in self._states if state.alert is not None]
 
     def check(self, seen: SeriesHistory) -> list[Alert]:
-        """The alerts that begin or end at this check."""
+        """Alerts that begin or end at this check."""
         changed: list[Alert | None] = []
         for rule, predicate, state in self._states:
             found = self._guard(Watcher.ALERTS, partial(predicate, seen, self.limits), None, part=rule.name)

@@ -1,4 +1,4 @@
-"""`dashboards/alerts.yaml`, Prometheus' rules, written from the table of rules."""
+"""The Prometheus rules in `dashboards/alerts.yaml`, generated from the table of rules."""
 
 from typing import Any
 from urllib.parse import urlencode
@@ -12,14 +12,14 @@ from scaleray.live.rules.rule import Rule
 from scaleray.live.rules.rule_evaluator import RULES
 
 PATH = "alerts.yaml"
-"""Name in the folder of dashboards."""
+"""File name in the dashboards folder."""
 EVERY_S = 5
-"""Seconds between two checks and two scrapes: an alert arrives about four of these after the event."""
+"""Seconds between two evaluations and between two scrapes: an alert arrives about four intervals after its cause."""
 HEAD = """# Alerts for runs of scaleray, written by `scaleray dashboards write` from scaleray/live/rules/.
 # For a scrape interval of 5 s; docs/monitoring.md explains each rule.
 """
 VARIABLES = dict(zip(("var-run", "var-run_id"), RUN_LABELS, strict=True))
-"""URL parameters by which a dashboard selects a run, and their labels; alerts of GPUs lack them."""
+"""URL parameters that select a run on a dashboard, and their labels; alerts on GPUs lack them."""
 IN_TEMPLATE = "".join(
     f"{{{{ with $labels.{label} }}}}&{variable}={{{{ . | urlquery }}}}{{{{ end }}}}"
     for variable, label in VARIABLES.items()
@@ -27,7 +27,7 @@ IN_TEMPLATE = "".join(
 
 
 def files(limits: AlertLimits | None = None, *, grafana: str = "") -> dict[str, str]:
-    """Files of the folder of dashboards, by name. limits: thresholds of alerts; None: the defaults. grafana: base
+    """Rule files of the dashboards folder, by name. limits: alert thresholds, None for the defaults. grafana: base
     address of links to panels."""
     rules = [as_yaml(rule, limits, grafana=grafana) for rule in RULES]
     group = {"name": "scaleray", "interval": f"{EVERY_S}s", "rules": rules}
@@ -35,7 +35,7 @@ def files(limits: AlertLimits | None = None, *, grafana: str = "") -> dict[str, 
 
 
 def as_yaml(rule: Rule, limits: AlertLimits | None = None, *, grafana: str = "") -> dict[str, Any]:
-    """One rule in Prometheus' form."""
+    """One rule in Prometheus' format."""
     return {
         "alert": rule.alertname,
         "expr": rule.query(limits or AlertLimits()),
@@ -46,21 +46,21 @@ def as_yaml(rule: Rule, limits: AlertLimits | None = None, *, grafana: str = "")
 
 
 def labels(rule: Rule) -> dict[str, str]:
-    """Labels that identify scaleray's alerts, and their subject."""
+    """Labels that identify scaleray's alerts and their subjects."""
     return {"severity": rule.severity, "source": "scaleray", "rule": rule.name}
 
 
 def words(rule: Rule, summary: str, *, panel: str) -> dict[str, str]:
-    """Text of an alert for readers. panel: see `panel_link`."""
+    """Annotations of an alert. panel: see `panel_link`."""
     return {"summary": summary, "costs": rule.costs, "what_to_do": rule.advice, "panel": panel}
 
 
 def panel_link(rule: Rule, of_run: str, grafana: str = "") -> str:
-    """Address of the alert's panel; without a known Grafana, the path within it. of_run: see `run_in_link`."""
+    """Address of the alert's panel, or its path within Grafana if the server is unknown. of_run: see `run_in_link`."""
     return f"{grafana.rstrip('/')}{panel_path(*rule.panel)}{of_run}"
 
 
 def run_in_link(run_name: str, run_id: str) -> str:
-    """The part of a panel's address that selects a run."""
+    """Part of a panel's address that selects a run."""
     known = dict(zip(VARIABLES, (run_name, run_id), strict=True))
     return "".join(f"&{urlencode({name: value})}" for name, value in known.items() if value)

@@ -14,42 +14,41 @@ from scaleray.records.run_record import StepRecord, SystemRecord
 from scaleray.records.start import steady_time
 
 MOST_POINTS = 4000
-"""Points stored of a series in addition to those since the last check: more than the half hour that rules use, at a
-point every two seconds."""
+"""Points stored per series in addition to those since the last check: more than half an hour, as the rules use."""
 GONE_S = 15.0
-"""Seconds of silence after which a series is gone, as Ray's gauges are after two exports."""
+"""Seconds of silence after which a series is gone, as with Ray's gauges after two exports."""
 Values = npt.NDArray[np.float64]
 Points = deque[tuple[float, float]]
 
 
 MOST_NEW = 50_000
-"""Most messages that wait for the next check."""
+"""Most messages stored until the next check."""
 LOSS, GRAD_NORM = prometheus_name(names.LOSS), prometheus_name(names.GRAD_NORM)
 
 
 @dataclass
 class SeriesHistory:
-    """The past of one run. now: time of the current check, on the clock of the points; before: time of the previous
+    """History of one run. now: time of the current check, on the clock of the points; before: time of the previous
     one."""
 
     now: float = 0.0
     before: float = -np.inf
     series: dict[str, dict[str, Points]] = field(default_factory=dict)
-    """Points (time, value) by metric, and by rank if each rank has the metric, else by an empty name."""
+    """Points (time, value) by metric, then by rank if each rank has the metric, or else by an empty name."""
     _new: deque[tuple[StepRecord | SystemRecord, float]] = field(default_factory=lambda: deque(maxlen=MOST_NEW))
 
     def take(self, message: StepRecord | SystemRecord) -> None:
-        """Take a current message, from any thread; the next check adds its points."""
+        """Store a message, from any thread; the next check adds its points."""
         self._new.append((message, steady_time()))
 
     def add(self, metric: str, value: float | None, *, at: float, of: str = "") -> None:
-        """Add a point, unless it is None. of: its rank or device."""
+        """Add a point unless the value is None. of: its rank or device."""
         if value is not None:
             points = self.series.setdefault(metric, {}).setdefault(of, deque())
             points.append((at, float(value)))
 
     def advance(self, now: float) -> None:
-        """Move on to the next check."""
+        """Start the next check."""
         while self._new:
             self._add_points(*self._new.popleft())
         self.before, self.now = self.now, now
@@ -78,7 +77,7 @@ class SeriesHistory:
         return max(self.newest(metric).values(), default=None)
 
     def past(self, metric: str, *, last_s: float, until_s: float = 0.0, of: str = "") -> Values:
-        """Values from `last_s` to `until_s` seconds ago, oldest first."""
+        """Values between `last_s` and `until_s` seconds ago, oldest first."""
         points = self.series.get(metric, {}).get(of, ())
         return np.array([value for at, value in points if self.now - last_s <= at <= self.now - until_s])
 
@@ -88,19 +87,19 @@ class SeriesHistory:
         return np.array([at for at, _ in points]), np.array([value for _, value in points])
 
     def points(self, metric: str) -> tuple[Values, Values]:
-        """Times and values of all stored points of a metric of the whole run, oldest first."""
+        """Times and values of all stored points of a metric that the run has once, oldest first."""
         points = self.series.get(metric, {}).get("", ())
         return np.array([at for at, _ in points]), np.array([value for _, value in points])
 
     def knows_since(self, metric: str, seconds: float, *, of: str | None = None) -> bool:
-        """Whether there is a point at least this old. of: for this rank or device; None: for any."""
+        """Whether there is a point at least this old. of: rank or device; None for any."""
         found = self.series.get(metric, {})
         looked_at = found.values() if of is None else [found.get(of, ())]
         return any(points and self.now - points[0][0] >= seconds for points in looked_at)
 
 
 def _forget(points: Points, before: float) -> None:
-    """Drop the oldest points, but keep the last `MOST_POINTS` before `before`."""
+    """Drop the oldest points except the last `MOST_POINTS` before `before`."""
     if len(points) > MOST_POINTS:
         num_new = sum(1 for _ in itertools.takewhile(lambda point: point[0] > before, reversed(points)))
         for _ in range(len(points) - num_new - MOST_POINTS):

@@ -1,4 +1,4 @@
-"""Rules on the speed of a run: stragglers, links, input, its own past and the prediction."""
+"""Rules for the speed of a run: stragglers, slow links, slow input, and slowdown against its past or the prediction."""
 
 import numpy as np
 
@@ -11,12 +11,12 @@ from scaleray.live.rules.rule import OF_LINK, OF_RANK, Match, Rule
 from scaleray.live.rules.series_history import SeriesHistory
 
 LEAST_LATENESS_S = 0.001
-"""Smallest lateness that counts: less is scheduling noise of the host, see `profiling/lateness.py`."""
+"""Smallest lateness in seconds that counts; less is scheduling noise of the host, see `profiling/lateness.py`."""
 RECENT_S, PAST_S, LEAST_PAST_S = 60.0, 1800.0, 120.0
-"""Length in seconds of the recent mean, of the past median that it is compared with, and the shortest such past."""
+"""Seconds of the recent mean, of the earlier median with which it is compared, and the shortest history for that."""
 LINK_PAST_S, LINK_RECENT_S, LEAST_EXPOSED = 3600.0, 30.0, 0.1
-"""A link is compared with its own median of the last hour, since its best moment means little on a shared machine; and
-it is reported only if steps wait for communication for at least such a share of their time."""
+"""Least share of a step spent waiting for communication for which slow collectives are reported. They are compared with
+their own median of the last hour, since their best value means little on a shared machine."""
 LATENESS, STEP_TIME = prometheus_name(live.LATENESS_S), prometheus_name(names.STEP_TIME_S)
 EXPOSED = prometheus_name(live.EXPOSED_COMMUNICATION_SHARE)
 SLOWEST_LINK = prometheus_name(live.SLOWEST_LINK)
@@ -101,11 +101,11 @@ RULES = (
     Rule(
         "straggler",
         "warning",
-        "{of} arrives {value} of a step later than the others",
+        "{of} arrives at collectives {value} of a step later than the others",
         "share",
         "All other workers wait for that share of every step.",
-        "Compare the rank's phases with the others': its own work (shares.by speed, or another node), its input, or a "
-        "GPU that throttles. scaleray profile RUN names the phase and the layers.",
+        "Compare the phases of this rank with those of the others: its own work (use shares.by speed or another node), "
+        "its input, or a throttled GPU. scaleray profile RUN names the phase and the layers.",
         ("ranks", "Lateness"),
         _straggler_query,
         _straggler,
@@ -115,12 +115,12 @@ RULES = (
     Rule(
         "slow_link",
         "warning",
-        "collectives carry {value} of their usual rate when all ranks have arrived",
+        "collectives run at {value} of their usual rate after all ranks have arrived",
         "share",
         "Collectives are as fast as the slowest link: all workers wait for it.",
-        "The alert slow_pair or the run's next event names the link, once each pair is measured "
-        "(alerts.measures_links); scaleray profile -c FILE measures them too. Fewer bytes help meanwhile: "
-        "compression.name bf16, or local_sgd.",
+        "Once each pair is measured (alerts.measures_links), the alert slow_pair or an event of the run names the "
+        "link; scaleray profile -c FILE also measures links. Until then, send fewer bytes with compression.name bf16 "
+        "or local_sgd.",
         ("ranks", "Links"),
         _slow_link_query,
         _slow_link,
@@ -129,11 +129,11 @@ RULES = (
     Rule(
         "slow_pair",
         "warning",
-        "the link from {of} carries {value} of the rate of the others",
+        "the link from {of} runs at {value} of the rate of the others",
         "share",
         "All workers wait for this one link in every step.",
         "Check network errors, cables and neighbours of its two nodes; `to rank any` means all links of the first "
-        "rank: check only its node. Exclude the node meanwhile (scale.label_selector).",
+        "rank: check only its node. Exclude the node until it is fixed (scale.label_selector).",
         ("ranks", "Slowest link"),
         lambda limits: f"min by ({RUN}, source, to) ({SLOWEST_LINK}) < {limits.pair_ratio:g}",
         _slow_pair,
@@ -144,9 +144,9 @@ RULES = (
         "warning",
         "throughput is {value} of what it was in the half hour before",
         "share",
-        "The same training at a higher price.",
-        "Check what changed at that time: phases, lateness, input, clocks of the GPUs. scaleray compare RUN OTHER "
-        "finds it in two runs.",
+        "The same training costs more.",
+        "Check what changed at that time: phases, lateness, input, or GPU clocks. scaleray compare RUN OTHER finds the "
+        "difference between two runs.",
         ("run", "Throughput"),
         _slower_than_before_query,
         _slower_than_before,
@@ -158,7 +158,7 @@ RULES = (
         "throughput is {value} of what the study or the planner predicts",
         "share",
         "The added workers do not give the expected speed.",
-        "scaleray profile RUN names the bottleneck; the study's report names those of its points.",
+        "scaleray profile RUN names the bottleneck; the study's report names the bottleneck of each of its points.",
         ("scaling", "Measured over predicted"),
         lambda limits: f"{of_run(live.EFFICIENCY_OVER_PREDICTION)} < {limits.predicted_ratio:g}",
         _slower_than_predicted,
@@ -171,7 +171,7 @@ RULES = (
         "share",
         "GPUs are idle while they wait for rows.",
         "Read further ahead (data.prefetch_mib), read in Ray tasks on more CPUs (data.readers ray), or make rows "
-        "cheaper; scaleray profile RUN shows the gain.",
+        "cheaper to process; scaleray profile RUN shows the gain.",
         ("run", "Input"),
         lambda limits: f"{of_run(names.INPUT_WAIT_SHARE)} > {limits.input_wait_share:g}",
         _input_starved,

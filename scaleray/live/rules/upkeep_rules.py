@@ -1,4 +1,4 @@
-"""Rules on the resources of a run: memory, disk, checkpoints, MLflow."""
+"""Rules for the resources of a run: memory, disk, checkpoints and MLflow."""
 
 import itertools
 
@@ -14,15 +14,15 @@ from scaleray.live.rules.series_history import SeriesHistory
 
 USED = '{kind="used"}'
 CREEP_S, WITHIN_S = 1200.0, 300.0
-"""Seconds between the two times whose lowest memory is compared, and the length of each."""
+"""Seconds between the two periods whose lowest memory is compared, and the length of each."""
 CREEP_SHARE = 0.05
 BLOCK_S, BLOCKS, USUAL_S, LEAST_GROWTH = 10.0, 4, 120.0, 0.002
-"""Memory is filling if its lowest value grew from block to block, each time by at least such a share of the total: a
-rank that allocates at once grows in one block only. It must also exceed the whole time before these blocks, to exclude
-memory that goes up and down; a rank with a shorter past may still be filling its caches."""
+"""Memory is filling if its lowest value grew in each block by at least this share of the total; a single large
+allocation grows in one block only. It must also exceed all values before these blocks, to exclude memory that goes up
+and down; a rank with a shorter history may still be filling its caches."""
 LEAST_WRITE_S, UNKNOWN_WRITE_S, WRITES_WITHIN_S = 10.0, 30.0, 3600.0
-"""Seconds by which a checkpoint may exceed the limit, since it is written during the training: the longest write within
-the last hour, but at least the first; the second if none was written yet."""
+"""Seconds by which a checkpoint's age may exceed the limit, as it is written during training: the longest write of the
+last hour, but at least the first number; the second number if none was written yet."""
 GIB = 2.0**30
 MEMORY, MEMORY_LIMIT = prometheus_name(live.MEMORY_BYTES), prometheus_name(live.MEMORY_LIMIT_BYTES)
 AGE, INTERVAL = prometheus_name(live.CHECKPOINT_AGE_S), prometheus_name(live.CHECKPOINT_INTERVAL_S)
@@ -118,10 +118,10 @@ RULES = (
     Rule(
         "memory_near_limit",
         "warning",
-        "{of} uses {value} of its memory limit",
+        "{of} is using {value} of its memory limit",
         "share",
         "The next allocation may end the run: an error on a GPU, the OOM killer on a host.",
-        "A smaller batch.micro_size, activations.checkpointing, or a strategy that shards (fsdp); "
+        "Use a smaller batch.micro_size, activations.checkpointing, or a strategy that shards (fsdp); "
         "memory.on_out_of_memory halve continues with smaller micro-batches.",
         ("ranks", "Memory"),
         lambda limits: (
@@ -137,8 +137,9 @@ RULES = (
         "{of} will run out of memory in {value} at its current growth",
         "seconds",
         "The run ends at the limit: with an error on a GPU, by the OOM killer on a host.",
-        "Save now (alerts.action checkpoint). Something keeps objects of each step: tensors with their graph (a loss "
-        "summed without .item()), lists in a callback or a metric; scaleray profile --trace shows what holds them.",
+        "Save a checkpoint now (alerts.action checkpoint). Objects of each step stay in memory: tensors with their "
+        "graph (a loss summed without .item()), or lists in a callback or a metric. scaleray profile --trace shows the "
+        "owner.",
         ("ranks", "Memory"),
         _filling_query,
         _filling,
@@ -147,11 +148,11 @@ RULES = (
     Rule(
         "memory_creeping",
         "warning",
-        "the least memory that {of} uses has grown by {value} in 20 minutes",
+        "the minimum memory use of {of} has grown by {value} in 20 minutes",
         "bytes",
-        "Something is kept that should be freed; the run ends at the limit.",
-        "Tensors that keep their graph (a loss summed without .item()), growing lists in a callback or a metric: "
-        "scaleray profile --trace shows what holds them.",
+        "Memory that should be freed is still in use; the run ends at the limit.",
+        "Look for tensors that keep their graph (a loss summed without .item()) and for growing lists in a callback or "
+        "a metric; scaleray profile --trace shows the owner.",
         ("ranks", "Memory"),
         _creeping_query,
         _creeping,
@@ -160,10 +161,10 @@ RULES = (
     Rule(
         "disk_nearly_full",
         "critical",
-        "{value} of the disk with the run's folder is free",
+        "only {value} of the disk with the run folder is free",
         "share",
-        "No more checkpoints can be written: a failure loses everything since the last one.",
-        "scaleray checkpoint prune RUN, a smaller checkpoint.keep_last, or another checkpoint.storage_path.",
+        "When the disk is full, no checkpoint can be written, and a failure loses everything since the last one.",
+        "Run scaleray checkpoint prune RUN, or set a smaller checkpoint.keep_last or another checkpoint.storage_path.",
         ("cluster", "Free disk"),
         lambda limits: f"{of_run(live.DISK_FREE, 'min')} < {limits.disk_free_share:g}",
         _disk_nearly_full,
@@ -174,7 +175,7 @@ RULES = (
         "the newest checkpoint is {value} old",
         "seconds",
         "A failure now loses all steps since then.",
-        "Check the run's events: storage may be slow, full or away. checkpoint.every_minutes is the requested "
+        "Check the run's events: storage may be slow, full or unreachable. checkpoint.every_minutes is the requested "
         "interval.",
         ("run", "Age of the newest checkpoint"),
         _checkpoint_query,
@@ -183,10 +184,11 @@ RULES = (
     Rule(
         "recorder_spooling",
         "warning",
-        "{value} points of charts wait for MLflow, which does not accept them",
+        "{value} chart points are waiting, as MLflow does not accept them",
         "count",
-        "Training continues without visible curves; points unsent at the end must be sent manually.",
-        "Check the MLflow server. Missing points are in the run folder's unsent.jsonl: scaleray tracking replay.",
+        "Training continues, but curves are not visible; points unsent at the end must be sent manually.",
+        "Check the MLflow server. Unsent points are stored in unsent.jsonl in the run folder; scaleray tracking replay "
+        "sends them.",
         ("run", "Points that wait for MLflow"),
         lambda limits: f"{of_run(live.RECORDER_SPOOLED_POINTS)} > 0",
         _recorder_spooling,

@@ -1,1 +1,1 @@
-"""State of a run while it trains, made of its messages, and the series of it that Prometheus reads."""
+"""State of a run while it trains, built from its messages, and its series for Prometheus."""

@@ -1,4 +1,4 @@
-"""Series of a study's or sweep's measurements so far: its points and trials, its progress, and its ranks."""
+"""Series of a study's or sweep's measurements so far: points or trials, progress and ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ from scaleray.records.study_record import Estimate, Mode, Point
 from scaleray.records.sweep_record import Trial
 
 MOST_TRIALS = 200
-"""Number of newest trials with their own series: MLflow has the rest of a large sweep."""
+"""Number of newest trials that have their own series; MLflow has the rest of a large sweep."""
 
 
 @dataclass(frozen=True)
 class PointSoFar:
-    """A point with some repeats still to come. Its values have no intervals yet."""
+    """A point with repeats still to come; its values have no confidence intervals yet."""
 
     mode: Mode
     workers: int
@@ -28,7 +28,7 @@ class PointSoFar:
 
 @dataclass(frozen=True)
 class Measured:
-    """Current state. done, total: repeats of a study, trials of a sweep."""
+    """Current state of a study or sweep. done, total: numbers of repeats or trials."""
 
     kind: Literal["study", "sweep"]
     done: float
@@ -40,16 +40,16 @@ class Measured:
     strategy: str = ""
     job: str = ""
     links: Mapping[str, str] = field(default_factory=dict)
-    """Addresses of its pages: `mlflow_run`, `report`."""
+    """Addresses of the pages `mlflow_run` and `report`."""
     disk_free: float | None = None
     waiting: int = 0
-    """Writes that MLflow has not accepted."""
+    """Number of writes that MLflow has not accepted."""
     status: str = ""
-    """Status, named as in MLflow, once it has ended."""
+    """Status, named as in MLflow; empty before the end."""
 
 
 def measured_series(measured: Measured, ranks: ComparedRanks, *, run_name: str, run_id: str) -> list[Series]:
-    """All series. ranks: the newest samples of the workers that measure."""
+    """All series. ranks: newest samples of the workers in the current measurement."""
     common, m = run_labels(run_name, run_id), measured
 
     def one(metric: Metric, value: float | None, /, **labels: object) -> list[Series]:
@@ -73,8 +73,8 @@ def measured_series(measured: Measured, ranks: ComparedRanks, *, run_name: str, 
 
 
 def efficiency(point: Point | PointSoFar, points: Sequence[Point | PointSoFar]) -> float | None:
-    """Samples a second and worker, divided by those of the point with fewest workers on the same curve: the efficiency
-    of both strong and weak scaling. None until there is another point."""
+    """Efficiency, for strong and weak scaling: samples per second and worker, divided by those of the point with fewest
+    workers on the same curve. None until there is another point."""
     curve = [other for other in points if other.mode == point.mode]
     base = min(curve, key=lambda other: other.workers)
     if len(curve) < 2:
@@ -112,7 +112,7 @@ def _of_trial(trial: Trial, common: Mapping[str, str]) -> list[Series]:
 
 
 def _of_rank(series: Sequence[Series]) -> list[Series]:
-    """Series without the time of the last step: there is none between two repeats, which is not a hang."""
+    """Series of a rank without the time of the last step, which would look like a hang between two repeats."""
     return [one for one in series if one.metric is not live.LAST_STEP_TIMESTAMP_S]
 
 

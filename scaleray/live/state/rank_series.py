@@ -1,4 +1,4 @@
-"""Series of every rank: from its own samples, or from those of all ranks if ranks must be compared."""
+"""Series of each rank, from its own samples or from a comparison of all ranks."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,12 +10,11 @@ from scaleray.records.phases import Phase
 from scaleray.records.published import RankSample
 
 LEAST_TRANSFER_S, LEAST_TRANSFER_SHARE = 0.001, 0.2
-"""Shortest transfer that is reported, in seconds and as a share of a step: less is noise of the host's scheduler, or
-matters little."""
+"""Shortest transfer that is reported, in seconds and as a share of a step; shorter ones are mostly scheduling noise."""
 
 
 def rank_series(sample: RankSample, *, run_name: str, run_id: str) -> list[Series]:
-    """Series of one rank alone. With Ray each rank publishes them; without Ray the recorder does."""
+    """Series from the samples of one rank. With Ray, each rank publishes them; without Ray, the recorder does."""
     common = common_labels(run_name, run_id, sample.rank, sample.node)
     found = [
         *series_of(names.STEP_TIME_S, common, sample.step_time_s),
@@ -30,16 +29,15 @@ def rank_series(sample: RankSample, *, run_name: str, run_id: str) -> list[Serie
 
 
 class ComparedRanks:
-    """Series from the newest samples of all ranks together: late ranks, the rate of their links, and their waiting
-    times."""
+    """Series that compare the newest samples of all ranks: lateness, the rate of their links, and waiting times."""
 
     def __init__(self) -> None:
         self.samples: dict[int, RankSample] = {}
         self._best_transfer_s = math.inf
-        """Shortest transfer of this group in this run."""
+        """Shortest transfer of this group of ranks in this run."""
 
     def take_sample(self, sample: RankSample) -> None:
-        """Take the newest sample of a rank. A sample of a group of another size discards the others."""
+        """Store the newest sample of a rank. A sample from a group of another size discards all others."""
         if self.samples and next(iter(self.samples.values())).world_size != sample.world_size:
             self.samples, self._best_transfer_s = {}, math.inf
         self.samples = {**self.samples, sample.rank: sample}
@@ -51,7 +49,7 @@ class ComparedRanks:
         self.samples = {}
 
     def series(self, *, run_name: str, run_id: str) -> list[Series]:
-        """Lateness of every rank, and the rate of the links between them."""
+        """Lateness of each rank, and the rate of the links between ranks."""
         compared, found = self._compared(), []
         late_s, transfer_s = lateness_s(compared), transfer_s_of(compared)
         steps_s = [sample.step_time_s for sample in compared if sample.step_time_s]
@@ -74,7 +72,7 @@ class ComparedRanks:
         return sum(shares) / len(shares) if shares else None
 
     def _compared(self) -> list[RankSample]:
-        """Samples of all ranks, if all have reached the same points of a step; else none."""
+        """Samples of all ranks if all have reached the same points of a step; otherwise none."""
         found = [sample for _, sample in sorted(self.samples.items()) if sample.ahead_s]
         is_whole = len(found) == (found[0].world_size if found else 0) > 1
         return found if is_whole and len({len(sample.ahead_s) for sample in found}) == 1 else []
@@ -83,8 +81,8 @@ class ComparedRanks:
 def lateness_s(samples: Sequence[RankSample]) -> Mapping[int, float]:
     """Seconds by which each rank arrived after the first one, at the worst point of a step.
 
-    A step's collectives end on all ranks together: a rank that was less ahead of the end arrived later. The hosts'
-    clocks need not agree."""
+    A collective ends on all ranks at once, so a rank that arrived less time before its end was later. This does not
+    depend on synchronised clocks."""
     late = dict.fromkeys((sample.rank for sample in samples), 0.0)
     for ahead in zip(*(sample.ahead_s for sample in samples), strict=True):
         if all(map(math.isfinite, ahead)):
@@ -94,7 +92,7 @@ def lateness_s(samples: Sequence[RankSample]) -> Mapping[int, float]:
 
 
 def transfer_s_of(samples: Sequence[RankSample]) -> float | None:
-    """Seconds from the arrival of the last rank at the last collective of a step to its end: no rank computes any more,
-    and all wait for the link alone. None if unknown."""
+    """Seconds from the arrival of the last rank at the last collective of a step to its end, in which all ranks wait
+    only for the link. None if unknown."""
     last = [sample.ahead_s[-1] for sample in samples]
     return max(0.0, min(last)) if last and all(map(math.isfinite, last)) else None

@@ -1,4 +1,4 @@
-"""Series that a run has once, from its state; and those of its ranks that they do not publish themselves."""
+"""Series that a run has once, from its state, and those of its ranks that they do not publish themselves."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,11 +13,11 @@ from scaleray.records.published import PublishedFacts
 from scaleray.records.run_record import Heartbeat
 
 LONG_PHASES = (Phase.EVALUATION, Phase.CHECKPOINT, Phase.COMPILING, Phase.END)
-"""Phases that may take longer than many steps: no step ends during them, which is not a hang."""
+"""Phases that may take longer than many steps; that no step ends during them is not a hang."""
 
 
 class LongPhases:
-    """Follows the first worker's heartbeats. longest_s: how long a phase may last before it counts as a hang."""
+    """Tracks the first worker's long phases. longest_s: seconds after which a phase counts as a hang."""
 
     def __init__(self, longest_s: float) -> None:
         self.longest_s = longest_s
@@ -30,19 +30,19 @@ class LongPhases:
             self._phase, self._seen_at = str(first.phase), now - first.silent_s
 
     def series(self, *, run_name: str, run_id: str) -> list[Series]:
-        """When such a phase was last seen; nothing before the first one."""
+        """Time at which such a phase was last observed; nothing before the first one."""
         seen_at = self._seen_at if self._phase else None
         return series_of(live.LONG_PHASE_TIMESTAMP_S, run_labels(run_name, run_id), seen_at, phase=self._phase)
 
 
 LINKS_KEPT_S = 660.0
-"""Seconds for which measured links are valid: slow ones are measured every ten minutes."""
+"""Seconds for which measured links are valid; slow links are measured every ten minutes."""
 
 
 class RunSeries:
-    """Series of a run's state, in any thread.
+    """Creates the series of a run from its state; safe in any thread.
 
-    peak_of: returns a device's peak in FLOP/s by its name, if the facts have none. long_phase_s: see `LongPhases`."""
+    peak_of: returns the peak of a device in FLOP/s by name, if the facts have none. long_phase_s: see `LongPhases`."""
 
     def __init__(
         self,
@@ -76,10 +76,10 @@ class RunSeries:
         beats: Sequence[Heartbeat] = (),
         status: str = "",
     ) -> list[Series]:
-        """Series that exist once a run, and those that need a comparison of its ranks. now: wall clock.
+        """Series that a run has once, and those that compare its ranks. now: wall clock.
 
-        The recorder's facts at that time, None if unknown: pages: addresses of the run's pages, `mlflow_run` and
-        `report`; beats: last heartbeat of every rank; status: of an ended run, named as in MLflow."""
+        The recorder's facts at that time, None if unknown: pages: addresses of the pages `mlflow_run` and `report`.
+        beats: last heartbeat of each rank. status: status of an ended run, named as in MLflow."""
         links = {"mlflow_run": "", "report": "", **(pages or {})}
         with self.state.lock:
             self._long_phases.update(beats, now)

@@ -1,5 +1,5 @@
-"""State of a run, from its messages. Each message is taken once; `live.json`, the metrics page, alerts, goodput, the
-terminal and notebooks read this state, so that they agree at any moment.
+"""State of a run, built from its messages. `live.json`, the metrics page, alerts, goodput, the terminal and notebooks
+all read this state, so that they always agree.
 """
 
 import math
@@ -28,16 +28,16 @@ from scaleray.records.run_record import (
 from scaleray.records.start import steady_time
 
 WINDOW_S, MOST_STEPS = 30.0, 1000
-"""Window of a mean rate: the last steps, at most so many seconds and so many steps."""
+"""Largest window of a mean rate, in seconds and in steps."""
 MOST_POINTS = 200
-"""Points of the loss curve: more than a terminal has columns."""
+"""Most points of the loss curve: more than a terminal has columns."""
 MOST_EVENTS = 20
 OF_A_STEP = ("step", "epoch", "loss", "learning_rate", "grad_norm", "loss_scale")
-"""Values of the last step in a LiveState."""
+"""Values of the last step that a LiveState contains."""
 
 
 class Curve:
-    """Loss over the run in at most MOST_POINTS points, each the mean of consecutive steps."""
+    """Loss curve of the run in at most MOST_POINTS points, each the mean of consecutive steps."""
 
     def __init__(self) -> None:
         self.points: list[tuple[float, float | None]] = []
@@ -55,14 +55,14 @@ class Curve:
             self._halve()
 
     def _halve(self) -> None:
-        """Merge pairs of points, each at the step of the later one."""
+        """Merge pairs of points; each result has the step of its later point."""
         pairs = zip(self.points[::2], self.points[1::2], strict=True)
         self.points = [(b[0], None if a[1] is None or b[1] is None else (a[1] + b[1]) / 2) for a, b in pairs]
         self.width *= 2
 
 
 class Window:
-    """Rates over the last steps."""
+    """Mean rates over the last steps."""
 
     def __init__(self, tokens_per_sample: int | None = None) -> None:
         self._tokens = tokens_per_sample
@@ -70,10 +70,10 @@ class Window:
         self._step_s = self._waited_s = 0.0
         self._samples = 0
         self.best: float | None = None
-        """Most samples per second over a whole window."""
+        """Highest rate in samples per second over a full window."""
 
     def add(self, record: StepRecord) -> None:
-        """Add the next step, and remove those that are too old."""
+        """Add the next step, and remove steps that are too old."""
         steps = self._steps
         self._count(record, 1)
         steps.append(record)
@@ -85,7 +85,7 @@ class Window:
             self.best = max(self.best or 0.0, rate)
 
     def clear(self) -> None:
-        """Start again: workers were lost."""
+        """Start from scratch, as workers were lost."""
         self._steps.clear()
         self._step_s, self._waited_s, self._samples = 0.0, 0.0, 0
 
@@ -95,7 +95,7 @@ class Window:
         self._samples += sign * record.num_samples
 
     def rates(self) -> dict[str, float]:
-        """Means by their names in a LiveState; empty without a step."""
+        """Means, by name in a LiveState; empty before the first step."""
         if not self._steps or self._step_s <= 0:
             return {}
         rate = self._samples / self._step_s
@@ -108,11 +108,11 @@ class Window:
 
 
 class RunState:
-    """State of one attempt of a run, and of earlier ones as far as `continue_from` and the ledger provide it.
+    """State of one attempt of a run, and of earlier attempts as far as `continue_from` and the ledger provide it.
 
-    One thread takes messages. Others hold `lock` while they read. ledger: use of the run's time; None does not count
-    it. flops_per_sample: as planned, until the workers have counted them. history: takes messages for the rules of
-    alerts.
+    One thread calls `take`; other threads hold `lock` while they read. ledger: accounts for the run's time, None for no
+    account. flops_per_sample: planned number, until the workers have counted. history: receives the messages for the
+    alert rules.
     """
 
     def __init__(
@@ -142,25 +142,25 @@ class RunState:
         self.flops_per_sample = flops_per_sample
         self.summaries: dict[int, WorkerSummary] = {}
         self.values: dict[str, float] = {}
-        """Last value of each metric that this attempt evaluated or user code logged."""
+        """Last value of each metric that was evaluated or logged by user code in this attempt."""
         self.resumed_after: dict[float, int] = {}
-        """Steps after which training continued, by time: a message may arrive twice."""
+        """Steps after which training continued, by time, as a message may arrive twice."""
         self.events: deque[str] = deque(maxlen=MOST_EVENTS)
         """Last events of level warning or above."""
         self.status = self.verdict = ""
         """Status of an ended run; empty while it is running."""
         self._evaluated_before: dict[str, float] = {}
         self._previous_step: int | None = None
-        """Number of the previous step; None after a restart, whose first step may repeat it."""
+        """Number of the previous step; None after a restart, as its first step may be a repeat."""
         self._begun: tuple[int, float] | None = None
-        """Step and wall clock at which the current consecutive steps began."""
+        """Step and wall clock at the beginning of the current series of consecutive steps."""
         self._furthest = 0
         self._held_at: float | None = None
-        """Start of the training time that no checkpoint covers."""
+        """Start of the training time that is not covered by a checkpoint."""
         self._evaluations: list[tuple[float, float]] = []
 
     def continue_from(self, before: LiveState) -> None:
-        """Take over the curve and the evaluation of the interrupted run."""
+        """Take over the curve and the last evaluation of the interrupted run."""
         curve = before.curve
         self.curve.points = list(curve)
         self.curve.width = max(1, round(curve[-1][0] - curve[-2][0])) if len(curve) > 1 else 1
@@ -202,24 +202,24 @@ class RunState:
             self.status, self.verdict = status, verdict
 
     def goodput(self) -> Goodput | None:
-        """Use of the time until now; None before the first step."""
+        """Goodput until now; None before the first step."""
         with self.lock:
             if self.ledger is None or self.last is None:
                 return None
             return self.ledger.goodput(steady_time())
 
     def unsaved_s(self, now: float | None) -> float | None:
-        """Seconds of training since the newest checkpoint began; None before the run has begun.
+        """Seconds of training since the start of the newest checkpoint; None before the run has begun.
 
-        Counted up to the last step, since an evaluation, a hang or a restart adds nothing that could be lost. now: wall
-        clock if the first worker waits for a checkpoint, which counts."""
+        Counted up to the last step, as an evaluation, a hang or a restart adds nothing that could be lost. now: wall
+        clock if the first worker waits for a checkpoint, as this time counts."""
         if self._held_at is None:
             return None
         until = now if now is not None else self.last.recorded_at if self.last is not None else 0.0
         return max(0.0, until - self._held_at - sum(seconds for _, seconds in self._evaluations))
 
     def left_s(self, total_steps: int | None) -> float | None:
-        """Estimated seconds left, at the pace of the current consecutive steps including everything between them."""
+        """Estimated seconds left, at the pace of the current consecutive steps and everything between them."""
         last, begun = self.last, self._begun
         if total_steps is None or last is None or begun is None or last.step <= begun[0] or self.status:
             return None
@@ -235,8 +235,8 @@ class RunState:
         config: Mapping[str, Any] | None = None,
         **facts: Any,
     ) -> LiveState:
-        """State in the form of `live.json`. ranks: activity of the workers. config: of the run, by section. facts:
-        fields that messages lack."""
+        """State in the form of `live.json`. ranks: activity of the workers. config: the run's config, by section.
+        facts: fields that messages lack."""
         with self.lock:
             last, checkpoint, goodput = self.last, self.checkpoint, self.goodput()
             metrics = {**self._evaluated_before, **self.evaluated}

@@ -1,1 +1,1 @@
-"""Display of an active run on a terminal, in a notebook and on the watch page."""
+"""Displays of an active run: on a terminal, in a notebook and on the watch page."""

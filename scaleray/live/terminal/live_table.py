@@ -1,5 +1,5 @@
-"""A run on the terminal: one line of fixed columns per interval in a job's log, a live table on a terminal; and the
-current activity until the first step, and whenever a step takes long."""
+"""Display of a run: one line of fixed columns per interval in a job's log, or a live table on a terminal. Before the
+first step, and when a step takes long, it shows the current activity."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from scaleray.records.run_record import (
 from scaleray.records.terminal.progress_line import QUIET_S, StageDisplay, duration
 
 LEFT_S = 10.0
-"""Seconds left from which a training's lines show the remaining time."""
+"""Lines show the remaining time if more than this many seconds are left."""
 
 
 class Terminal:
-    """Shows messages of one run. Use it as a context, which ends the live table.
+    """Shows messages of one run. Used as a context, whose exit ends the live table.
 
     interval_s: seconds between two lines."""
 
@@ -46,7 +46,7 @@ class Terminal:
         self.stages = StageDisplay(console, above=lambda: self._shown)
         self._shown: Table | None = None
         self._last: StepRecord | None = None
-        """Step of the table that is shown."""
+        """Step shown in the table."""
         self._steps: Stage | None = None
         self._status: Stage | None = None
         self._evaluation_s: float | None = None
@@ -75,7 +75,7 @@ class Terminal:
         self.total_steps = total_steps
 
     def show(self, messages: Sequence[WorkerMessage | Heartbeat]) -> None:
-        """Show messages that arrived together; steps wait until the interval is over."""
+        """Show messages that arrived together; steps are shown when the interval is over."""
         with self._lock:
             for message in messages:
                 self._take(message)
@@ -114,7 +114,7 @@ class Terminal:
             self.say(f"  model: {message.num_parameters:,} parameters on {message.device}")
 
     def _take_heartbeat(self, beat: Heartbeat) -> None:
-        """Show long activities: everything before the first step, an evaluation, and a step of seconds."""
+        """Show long activities: everything before the first step, evaluations, and steps that take seconds."""
         name, status = to_text(beat.phase, beat.step), self._status
         if status is not None and name == status.name:
             return
@@ -136,7 +136,7 @@ class Terminal:
             self.stages.begin(status)
 
     def _take_progress(self, record: StepRecord) -> None:
-        """Count a step, for the progress bar and the remaining time."""
+        """Count a step for the progress bar and the remaining time."""
         if self._status is not None and self._status.name != EVALUATING:
             self._set_status(None)
         if self._steps is None:
@@ -187,13 +187,13 @@ class Terminal:
         return table
 
     def _speed(self) -> tuple[float, float, float]:
-        """Mean step time in s, samples per s, and share of time waiting for input."""
+        """Mean step time in seconds, samples per second, and share of time waiting for input."""
         rates = self._state.window.rates()
         return rates.get("step_time_s", 0.0), rates.get("samples_per_s", 0.0), rates.get("input_wait_share", 0.0)
 
 
 def final_lines(record: RunRecord) -> list[str]:
-    """The verdict, the address in MLflow, and the path of the record."""
+    """Verdict, address in MLflow, and path of the record."""
     metrics = "".join(f" | {name} {value:.4g}" for name, value in sorted(record.metrics.items()))
     speed = f" | {_short(record.samples_per_s)} samples/s" if record.samples_per_s else ""
     lines = [f"{record.verdict}: {quantity(record.steps, 'step')}, {record.total_time_s:.0f} s in all{speed}{metrics}"]

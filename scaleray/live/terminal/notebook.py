@@ -1,4 +1,4 @@
-"""Display of a training started from Python: a table that is updated in a notebook's cell or on a terminal, otherwise
+"""Display of a training started from Python: a table that is updated in a notebook cell or on a terminal; otherwise
 nothing.
 """
 
@@ -16,24 +16,24 @@ REDRAWN_S = 0.3
 """Seconds between two updates of a notebook's table."""
 MOST_LINES = 8
 INTERVAL_S = 10.0
-"""Seconds between two lines if there is no terminal."""
+"""Seconds between two lines without a terminal."""
 
 
 class Silent:
-    """Display that shows nothing."""
+    """A display that shows nothing."""
 
     def show(self, messages: Sequence[Any]) -> None:
-        """Take messages of the run."""
+        """Ignore messages of the run."""
 
     def say(self, text: str) -> None:
-        """Take a line."""
+        """Ignore a line."""
 
     def expect_steps(self, total_steps: int) -> None:
-        """Take the number of steps of the whole training."""
+        """Ignore the number of steps of the whole training."""
 
 
 class NotebookTable(Silent):
-    """A table in a cell's output that is updated during the run. display: IPython's."""
+    """A table in a cell's output that is updated during the run. display: IPython's `display`."""
 
     def __init__(self, display: Any) -> None:
         self._total = 0
@@ -64,7 +64,7 @@ class NotebookTable(Silent):
             self._handle.update(_Html(self.html()))
 
     def html(self) -> str:
-        """The table, and below it the last lines."""
+        """The table, followed by the last lines."""
         rows: dict[str, str] = {}
         if (step := self._state.last) is not None:
             rows = {
@@ -83,7 +83,7 @@ class NotebookTable(Silent):
 
 
 class _Html:
-    """HTML for IPython; displays without HTML show nothing."""
+    """HTML for IPython; frontends without HTML show nothing."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -97,7 +97,7 @@ class _Html:
 
 @contextlib.contextmanager
 def watching(*, always: bool) -> Iterator[Any]:
-    """Display of a run. always: even without a terminal or notebook."""
+    """Display of a run. always: show lines even without a terminal or notebook."""
     if (display := notebook_display()) is not None:
         table = NotebookTable(display)
         try:
@@ -116,7 +116,7 @@ def watching(*, always: bool) -> Iterator[Any]:
 
 
 def notebook_display() -> Any:
-    """IPython's `display` if this process is the kernel of a notebook; None elsewhere."""
+    """IPython's `display` if this process is a notebook kernel; otherwise None."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is None or not hasattr(shell, "kernel"):

@@ -1,4 +1,4 @@
-"""Watched runs, one line each: as they progress in a pipe, or all in a table."""
+"""Watched runs, one line each: printed as they progress if the output is a pipe, or all in a table."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from scaleray.records.text import units
 
 NARROW = 72
 SHOWN_OF_ID = 8
-"""Letters of an id that distinguish runs of the same name."""
+"""Number of letters of an id that distinguish runs of the same name."""
 
 
 def state_line(state: LiveState) -> str:
-    """State of a run on one line, laid out like the lines that a training prints."""
+    """State of a run on one line, in the format of the lines that a training prints."""
     parts = [f"{state.name} {state.status}", _how_far(state)]
     if result := result_of(state):
         parts.append(result)
@@ -41,7 +41,7 @@ def state_line(state: LiveState) -> str:
 
 
 def runs_table(states: Sequence[LiveState], *, width: int) -> RenderableType:
-    """Table with one row per run, with the alerts and the reasons for failures below."""
+    """Table with one row per run, followed by alerts and reasons for failures."""
     if not states:
         return Text("no run is active here, and none has ended within the last hour")
     is_narrow, names = width < NARROW, _names(states)
@@ -68,7 +68,7 @@ def runs_table(states: Sequence[LiveState], *, width: int) -> RenderableType:
 
 
 def _names(states: Sequence[LiveState]) -> dict[int, str]:
-    """Names of states by their identity; equal names get the beginning of the run's id, or its folder."""
+    """Names of states by identity; runs of the same name also get the beginning of their id, or their folder."""
     counts = Counter(state.name for state in states)
     return {
         id(state): printable(state.name if counts[state.name] == 1 else f"{state.name} ({_which(state)})")

@@ -22,11 +22,11 @@ from scaleray.records.text import units
 
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 LOG_FROM = 20.0
-"""Ratio of the largest to the smallest value from which heights are logarithmic."""
+"""Ratio of the largest to the smallest value above which heights are logarithmic."""
 
 
 def sparkline(values: Sequence[float | None], width: int, *, ascii_only: bool = False) -> str:
-    """The curve in at most `width` characters, each the mean of the values in its part; `x` if none of them is a
+    """A curve in at most `width` characters, each the mean of the values in its part, or `x` if none of them is a
     number.
     """
     if not values or width < 1:
@@ -44,7 +44,7 @@ def sparkline(values: Sequence[float | None], width: int, *, ascii_only: bool = 
 
 
 def _columns(values: Sequence[float | None], count: int) -> list[float | None]:
-    """The mean of the numbers in each of `count` equal parts; None for a part that has none."""
+    """Mean of the numbers in each of `count` equal parts; None for a part without numbers."""
     found: list[float | None] = []
     for number in range(count):
         begin, end = number * len(values) // count, (number + 1) * len(values) // count
@@ -68,16 +68,16 @@ COLOURS = {
     Phase.CHECKPOINT: "bright_magenta",
 }
 NARROW = 60
-"""Columns below which a page has one column of words, and omits less important rows."""
+"""Width below which a page has one text column and omits less important rows."""
 LEAST_SHARE = 0.005
-"""Share of a step below which a part of it is not named."""
+"""Parts below this share of a step are not named."""
 MOST_EVENTS = 3
 SILENT_S = 5.0
 """Seconds without a heartbeat from which a page reports the silence."""
 
 
 def watch_page(state: LiveState, *, width: int, where: str = "") -> RenderableType:
-    """The page of a run. width: columns. where: the source of the state."""
+    """The page of a run. width: number of columns. where: source of the state."""
     rows = Table.grid(padding=(0, 1))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column(ratio=1, overflow="fold")
@@ -96,8 +96,7 @@ def watch_page(state: LiveState, *, width: int, where: str = "") -> RenderableTy
 
 
 def result_of(state: LiveState) -> str:
-    """Last value of the metric that measures the run's success, and its best value if that differs; nothing before the
-    first one."""
+    """Last value of the run's target metric, and its best value if that differs; empty before the first one."""
     if (last := state.metrics.get(state.judged_by)) is None:
         return ""
     words = f"{state.judged_by} {units.figure(last)}"
@@ -114,13 +113,13 @@ def _title(state: LiveState) -> Text:
 
 
 def _rows(state: LiveState, width: int, *, is_narrow: bool) -> Iterator[tuple[str, RenderableType]]:
-    """The rows of a page: name and value."""
+    """Rows of a page: name and value."""
     if state.verdict and state.has_ended:
         yield "end", state.verdict.splitlines()[0]
     if state.status == LOST:
-        yield "", Text(f"no sign of life for {_ago(state)}: it was killed, or its machine is gone", style="red")
+        yield "", Text(f"silent for {_ago(state)}: it was killed, or its machine is gone", style="red")
     elif not state.has_ended and _age_s(state) > SILENT_S:
-        yield "", Text(f"no sign of life for {_ago(state)}", style="yellow")
+        yield "", Text(f"silent for {_ago(state)}", style="yellow")
     if result := result_of(state):
         yield "result", result
     yield "progress", _progress(state, width, is_narrow=is_narrow)
@@ -203,7 +202,7 @@ def _health(state: LiveState) -> list[str]:
     if state.repeated_steps:
         words.append(f"{state.repeated_steps:,} steps repeated")
     if state.waiting_points:
-        words.append(f"MLflow is unreachable: {state.waiting_points:,} points wait")
+        words.append(f"MLflow is unreachable: {state.waiting_points:,} points are waiting")
     return words
 
 
@@ -229,7 +228,7 @@ def _colour(phase: str) -> str:
 
 
 class Bar:
-    """Progress bar in its own line."""
+    """Progress bar on its own line."""
 
     def __init__(self, done: float, total: float, width: int) -> None:
         self.bar, self.width = ProgressBar(total=total, completed=done, width=width), width
@@ -285,7 +284,7 @@ class Legend:
 
 
 class Spark:
-    """A curve in one line, in characters that the console has."""
+    """A curve on one line, in characters that the console supports."""
 
     def __init__(self, values: list[float | None], width: int) -> None:
         self.values, self.width = values, width
@@ -300,11 +299,11 @@ class Spark:
 
 MOST_RANKS = 8
 LATE_SHARE = 0.05
-"""Share of a step from which lateness is highlighted."""
+"""Lateness above this share of a step is highlighted."""
 
 
 def ranks_table(state: LiveState, *, width: int) -> Table:
-    """Table with one row per rank; of many ranks, only the silent, late and delayed ones, and the first few."""
+    """Table with one row per rank. Of many ranks, it shows the silent, late and delayed ones, and the first few."""
     is_narrow = width < NARROW
     has_late = any(rank.late_s is not None for rank in state.ranks)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
@@ -324,7 +323,7 @@ def ranks_table(state: LiveState, *, width: int) -> Table:
 
 
 def worth_showing(state: LiveState) -> list[RankNow]:
-    """The ranks to show first, in rank order."""
+    """The ranks that are most important to show, in rank order."""
     ranks = sorted(state.ranks, key=lambda rank: (-_silence(rank), rank.step, -(rank.late_s or 0.0), rank.rank))
     return sorted(ranks[:MOST_RANKS], key=lambda rank: rank.rank)
 

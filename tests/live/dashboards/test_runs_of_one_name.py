@@ -58,7 +58,7 @@ def test_prometheus_keeps_two_runs_of_one_odd_name_apart(tmp_path):
     panel = body["commonAnnotations"]["panel"]
     assert parse_qs(urlsplit(panel).query)["var-run"] == [ODD]
     assert parse_qs(urlsplit(panel).query)["var-run_id"] == [IDS[1]]
-    words = {**written["annotations"], "summary": "1% of the disk with the run's folder is free", "panel": panel}
+    words = {**written["annotations"], "summary": "only 1% of the disk with the run folder is free", "panel": panel}
     labels = {**written["labels"], "ray_train_run_name": ODD, "run_id": IDS[1]}
     alert = {
         "eval_time": "60s",
