@@ -1,4 +1,4 @@
-"""Sources from a workload's `datasets()`, with its `preprocessor` and `transform` applied to their rows."""
+"""Sources made from a workload's `datasets()`, with its `preprocessor` and `transform` applied to their rows."""
 
 import copy
 import logging
@@ -26,7 +26,7 @@ from scaleray.workload import call_user_code, own_method
 
 
 def load_sources(workload: Any, *, fitted: Any = None, in_steps: bool = False) -> dict[str, Source]:
-    """The workload's data by split, with its preprocessor and its transform. Raises DataError or WorkloadError.
+    """Load the workload's data by split, with its preprocessor and transform. Raises DataError or WorkloadError.
 
     fitted: the run's existing preprocessor; otherwise the workload's is fitted on the train split. in_steps: whether
     all lengths of the training are in steps, so that its data may be endless."""
@@ -41,7 +41,7 @@ def load_sources(workload: Any, *, fitted: Any = None, in_steps: bool = False) -
             "it must return a mapping with the split 'train'",
             "for example {'train': ..., 'val': ...}",
         )
-    with stage("looking at the rows"):
+    with stage("reading the first rows"):
         text = reads_text(workload)
         # all before the first row is read: splits may share a Dataset
         recorded = {name: AsGiven(value) for name, value in given.items() if _is_of_user(value)}
@@ -59,19 +59,19 @@ def load_sources(workload: Any, *, fitted: Any = None, in_steps: bool = False) -
 
 
 def _quieten_ray_data() -> None:
-    """Suppress Ray Data's messages on each execution: the command's stages report it."""
+    """Suppress Ray Data's messages about each execution, which the command reports as stages."""
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # says that progress bars are off
 
 
 def reads_text(workload: Any) -> bool:
-    """Whether the workload converts its rows to numbers, so that their sources may hold text."""
+    """Whether the workload converts its rows to numbers, so that its sources may contain text."""
     return any(own_method(workload, name) is not None for name in ("preprocessor", "transform"))
 
 
 def for_workload(source: Source, workload: Any, *, split: str, fitted: Any = None) -> Source:
-    """The source with the workload's preprocessing and transform. Raises DataError for rows that cannot form a batch.
-    fitted: the workload's preprocessor, if it has one."""
+    """Apply the workload's preprocessing and transform to a source. Raises DataError for rows that cannot form a batch.
+    fitted: the workload's fitted preprocessor, if any."""
     transform = Transform.of(workload, split)
     if fitted is not None:
         source = _changed(source, Preprocess(fitted, allows_text=transform is not None))
@@ -89,7 +89,7 @@ def _changed(source: Source, step: Step) -> Source:
 
 
 def preprocessor_of(source: Source) -> Any:
-    """The fitted preprocessor that the rows of this source go through, or None."""
+    """Fitted preprocessor applied to the rows of this source, or None."""
     while isinstance(source, Transformed):
         if isinstance(source.transform, Preprocess):
             return source.transform.preprocessor
@@ -98,16 +98,16 @@ def preprocessor_of(source: Source) -> Any:
 
 
 def _is_of_user(value: Any) -> bool:
-    """Whether the user's code reads the rows, in a Dataset or another iterable."""
+    """Whether user code reads the rows, in a Dataset or another iterable."""
     return not isinstance(value, Mapping | Source) and not type(value).__module__.startswith("ray.data")
 
 
 def as_source(
     value: Any, *, split: str, allows_text: bool = False, as_given: AsGiven | None = None, in_steps: bool = False
 ) -> Source:
-    """The source for one split of a workload's `datasets()`. Raises DataError for anything else.
+    """Make the source for one split of a workload's `datasets()`. Raises DataError for unsupported values.
 
-    allows_text: columns may hold text that will be converted to numbers. as_given: of DatasetSource. in_steps: of
+    allows_text: columns may contain text that will be converted to numbers. as_given: see DatasetSource. in_steps: see
     `load_sources`."""
     source: Source
     hugging_face_data.check(value, split=split)

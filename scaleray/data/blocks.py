@@ -1,5 +1,4 @@
-"""Blocks of rows of a part: steps that are read together, reading them in this process, and cutting them into
-batches."""
+"""Read the rows of a part in blocks of several steps, in this process, and cut blocks into batches."""
 
 import contextlib
 import copy
@@ -23,10 +22,9 @@ ORDERED_ROWS = 2**14  # rows whose place in the order is computed at once, which
 
 
 def chunks(part: Part, *, row_bytes: int, chunk_bytes: float) -> Iterator[range]:
-    """Ranges of steps that are read together: small at first so that training starts early, then `chunk_bytes` each.
+    """Ranges of steps to read together: small at first so that training starts early, then `chunk_bytes` each.
 
-    Sources with row groups are read a whole window at a time, since every chunk would otherwise read the same groups
-    again."""
+    Sources with row groups are read in whole windows, since each chunk would otherwise read the same groups again."""
     most = max(1, int(chunk_bytes // (part.rows_per_step * row_bytes)))
     size = 1
     if part.plan.group_sizes is not None and part.plan.shuffle:
@@ -39,8 +37,8 @@ def chunks(part: Part, *, row_bytes: int, chunk_bytes: float) -> Iterator[range]
 
 
 def read_chunk(source: Source, part: Part, steps: range, *, is_alone: bool = False) -> Columns:
-    """The rows of these steps, one after another, in the exact order of the plan. is_alone: no other code in this
-    process draws random numbers meanwhile, so each row can be read under its own seed if user code draws any."""
+    """Read the rows of these steps, one after another, in the exact order of the plan. is_alone: no other code in this
+    process draws random numbers at the same time, so rows that draw any can be read under their own seeds."""
     positions, plan = part.positions(steps), part.plan
     transforms: list[Transformed] = []
     while isinstance(source, Transformed):
@@ -64,15 +62,15 @@ def read_chunk(source: Source, part: Part, steps: range, *, is_alone: bool = Fal
 class LocalBlocks(Iterator[Columns]):
     """The chunks of a part, read in this process.
 
-    may_draw: assume that user code draws random numbers, although a first check of a few rows did not show it."""
+    may_draw: assume that user code draws random numbers even if a check of a few rows did not show it."""
 
     def __init__(self, source: Source, part: Part, *, chunk_bytes: float, may_draw: bool = False) -> None:
         self.are_copies = type(source) in (*IN_MEMORY, DatasetSource)
-        """Whether every block is separate memory, which training may change."""
+        """Whether every block has its own memory, which training may change."""
         self.is_read_alone = type(source) not in STORED and (may_draw or row_values_of(source).draw_random_numbers)
-        """Whether these blocks must be read while no other code in this process draws random numbers."""
+        """Whether these blocks may be read only while no other code in this process draws random numbers."""
         self.is_in_memory = type(source) in IN_MEMORY
-        """Whether the next block takes only the time of a copy."""
+        """Whether the next block only needs to be copied."""
         if self.is_in_memory:
             self._blocks = _copies(source, part, chunk_bytes=min(chunk_bytes, COPIED_BYTES))
             return
@@ -86,7 +84,7 @@ class LocalBlocks(Iterator[Columns]):
 
 
 def _copies(source: Source, part: Part, *, chunk_bytes: float) -> Iterator[Columns]:
-    """The rows of a part in the order of the plan, copied from memory a few steps at a time."""
+    """Yield the rows of a part in the order of the plan, copied from memory a few steps at a time."""
     num_rows = max(1, int(chunk_bytes // (part.rows_per_step * source.row_bytes))) * part.rows_per_step
     for steps in chunks(part, row_bytes=1, chunk_bytes=ORDERED_ROWS):
         indices = part.plan.samples_at(part.positions(steps))
@@ -95,7 +93,7 @@ def _copies(source: Source, part: Part, *, chunk_bytes: float) -> Iterator[Colum
 
 
 def with_own_place(source: Source, part: Part) -> Source:
-    """The source for the reader of a part: if rows can only be iterated, no other reader moves its position."""
+    """Source for the reader of a part. If rows can only be iterated, it has a position of its own."""
     if isinstance(source, Transformed):
         source = copy.copy(source)
         source.source = with_own_place(source.source, part)
@@ -103,15 +101,15 @@ def with_own_place(source: Source, part: Part) -> Source:
 
 
 def close_blocks(blocks: Iterable[Columns]) -> None:
-    """End a generator in the thread that ran it; does nothing for anything else."""
+    """Close a generator in the thread that ran it; do nothing for other iterators."""
     if isinstance(blocks, Generator):
         blocks.close()
 
 
 def rebatch(blocks: Iterable[Columns], sizes: Iterable[int]) -> Iterator[tuple[Columns, int]]:
-    """Cut blocks of any length into pieces of the given sizes, in order, which training may change.
+    """Cut blocks of any length into pieces of the given sizes, in order. Training may change the pieces.
 
-    Each comes with the number of rows already available for later pieces."""
+    Each piece comes with the number of rows already available for later pieces."""
     # Ray's blocks are read-only shared memory, and a source of the user may hand out its own
     is_copied = isinstance(blocks, LocalBlocks) and blocks.are_copies
 

@@ -1,13 +1,13 @@
-"""Micro-batches made ahead of the training: a workload's `collate`, called by the thread that reads, ahead of its step.
+"""Micro-batches made ahead of training: the reading thread calls a workload's `collate` before the step needs them.
 
-A batch is the same in either thread, as long as `collate` is a function of its rows. This is checked on a few rows when
-the data are loaded: a `collate` that draws random numbers, changes the workload, or returns another batch for the same
-rows, is called by the training thread when it is needed, and the run reports it. If the micro-batches have changed
-(memory ran out, or shares changed), the training thread makes the batches again.
+A batch is the same in either thread if `collate` depends only on its rows. This is checked on a few rows when the data
+are loaded: a `collate` that draws random numbers, changes the workload, or returns different batches for the same rows
+is called by the training thread when it is needed, and the run reports it. If the micro-batches change (because memory
+ran out, or shares changed), the training thread makes the batches again.
 
-It runs in this process and not in Ray tasks: its result depends on the size of the micro-batches, which a run may
-change, and padded batches would be copied through the object store. Expensive work on single rows belongs in
-`transform`, which does run in tasks."""
+`collate` runs in this process and not in Ray tasks, because its result depends on the size of the micro-batches, which
+a run may change, and padded batches would be copied through the object store. Expensive work on single rows belongs in
+`transform`, which runs in tasks."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from scaleray.workload import own_method
 
 @dataclass(frozen=True)
 class CollateAhead:
-    """Makes the micro-batches of a batch in the reading thread. cuts: returns their bounds. times: how often each is
-    needed. row_bytes: approximate size of a row in them."""
+    """Makes the micro-batches of a batch in the reading thread. cuts: returns their bounds. times: number of uses of
+    each micro-batch. row_bytes: approximate size of a collated row."""
 
     collate: Callable[[Any], Any]
     gives_tuples: bool
@@ -41,7 +41,7 @@ class CollateAhead:
     times: int = 1
 
     def __call__(self, batch: RankBatch) -> RankBatch:
-        """The batch with its micro-batches. Raises WorkloadError with the user's line if `collate` fails."""
+        """Add micro-batches to a batch. Raises WorkloadError with the user's line if `collate` fails."""
         made: dict[tuple[int, int], list[Any]] = {}
         for start, stop in self.cuts(batch):
             rows = ({n: c[start:stop] for n, c in batch.columns.items()} for _ in range(self.times))
@@ -51,8 +51,8 @@ class CollateAhead:
 
 @dataclass(frozen=True)
 class CollateCheck:
-    """Result of calling a workload's `collate` on a few rows. why_in_turn: reason for calling it in the training
-    thread; empty if it is called ahead. is_repeatable: whether equal rows gave equal batches."""
+    """Result of calling a workload's `collate` on a few rows. why_in_turn: reason to call it in the training thread;
+    empty if it is called ahead. is_repeatable: whether equal rows gave equal batches."""
 
     why_in_turn: str = ""
     is_repeatable: bool = True
@@ -60,13 +60,13 @@ class CollateCheck:
 
     @classmethod
     def at(cls, workload: Any, source: Source) -> CollateCheck | None:
-        """Result for a few rows of this source; None if the workload has no `collate`. Raises WorkloadError if it
+        """Check `collate` on a few rows of this source; None if there is no `collate`. Raises WorkloadError if it
         fails."""
         collate = own_method(workload, "collate")
         if collate is None:
             return None
         if isinstance(source, StreamSource):
-            return cls("a Ray Dataset gives no rows to check before it starts")
+            return cls("a Ray Dataset has no rows to check before it starts")
         few = rows_to_look_at(under_transforms(source))
         with generators_kept():
             rows = source.read(np.array(few, dtype=np.int64))
@@ -92,7 +92,7 @@ def _look(workload: Any, collate: Any, rows: Columns, *, gives_tuples: bool) -> 
     if draws:
         why = f"collate() at {where} draws from the generators of the process"
     elif not is_repeatable:
-        why = f"collate() at {where} returns another batch for the same rows"
+        why = f"collate() at {where} returns different batches for the same rows"
     elif changed:
         why = f"collate() at {where} changes the workload ({', '.join(changed)})"
     row_bytes = sum(value.nbytes for value in second if isinstance(value, torch.Tensor | np.ndarray)) // num_rows
@@ -100,7 +100,7 @@ def _look(workload: Any, collate: Any, rows: Columns, *, gives_tuples: bool) -> 
 
 
 def _are_equal(first: list[Any], second: list[Any]) -> bool:
-    """Whether two batches have the same values, by shape, type and bits."""
+    """Whether two batches are equal in shapes, types and bits."""
     return len(first) == len(second) and all(map(_is_same, first, second))
 
 

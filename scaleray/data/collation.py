@@ -1,7 +1,8 @@
-"""Rows to a batch: the argument of a workload's `collate(rows)`, and collations for rows of unequal length.
+"""Turn rows into a batch: the argument of a workload's `collate(rows)`, and collate functions for rows of unequal
+length.
 
-`padded` pads every row to the longest one, `flattened` concatenates the rows. Both can be called from a workload's own
-`collate`, or replace it: `collate = scaleray.data.Padding(value=0, mask="mask")`."""
+`padded` pads every row to the longest one; `flattened` concatenates the rows. A workload's own `collate` can call them,
+or they can replace it: `collate = scaleray.data.Padding(value=0, mask="mask")`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,9 +20,9 @@ Batch = dict[str, torch.Tensor]
 
 
 class Rows(list[Any]):
-    """The rows of a micro-batch: a list of dicts of tensors by column name, or of tuples if a Dataset has tuples.
+    """The rows of a micro-batch: a list of dicts of tensors by column name, or of tuples if the Dataset yields tuples.
 
-    columns: the same rows by column, arrays and Ragged columns, for collations without a loop."""
+    columns: the same rows as arrays and Ragged columns by name, for collate functions without a loop."""
 
     def __init__(self, columns: Columns, *, gives_tuples: bool = False) -> None:
         self.columns, self.gives_tuples = columns, gives_tuples
@@ -42,7 +43,7 @@ def _rows_of(column: Any) -> Iterable[torch.Tensor]:
 
 
 def collated(collate: Callable[[Any], Any], columns: Columns, *, gives_tuples: bool) -> Any:
-    """Result of a workload's `collate` for these rows. Raises WorkloadError with the user's line if it fails."""
+    """Call a workload's `collate` for these rows. Raises WorkloadError with the user's line if it fails."""
     num_rows = rows_in(columns)
     rows = columns if isinstance(collate, Columnwise) else Rows(columns, gives_tuples=gives_tuples)
     with TURNS:
@@ -50,7 +51,7 @@ def collated(collate: Callable[[Any], Any], columns: Columns, *, gives_tuples: b
 
 
 def batch_values(batch: Any) -> list[Any]:
-    """All values in a batch of dicts, tuples and lists, one after another."""
+    """Yield all values in a batch of nested dicts, tuples and lists."""
     if isinstance(batch, Mapping):
         return [value for inner in batch.values() for value in batch_values(inner)]
     if isinstance(batch, tuple | list):
@@ -59,26 +60,26 @@ def batch_values(batch: Any) -> list[Any]:
 
 
 def refuse_ragged(columns: Columns, *, what: str) -> None:
-    """Raise DataError for rows of unequal length without a `collate`. what: of the data, as in `the train data`."""
+    """Raise DataError for rows of unequal length without a `collate`. what: the data's name, as in `the train data`."""
     for name, column in columns.items():
         if isinstance(column, Ragged):
             if column.shapes is not None:
                 raise DataError.problem(
                     f"column {name} of {what}",
                     f"has rows of unequal size ({column.sizes}), which cannot form a batch",
-                    "bring them to one size in transform(rows, rng), such as np.stack([resize(i) for i in "
-                    "rows['image']]), or combine them in your own collate(rows)",
+                    "give them one size in transform(rows, rng), such as np.stack([resize(i) for i in "
+                    "rows['image']]), or combine them in a collate(rows) of your own",
                 )
             raise DataError.problem(
                 f"column {name} of {what}",
-                f"has rows of unequal length ({column.sizes}): they need a collate(rows) that makes a batch of them",
-                "in the workload: collate = scaleray.data.Padding(value=0, mask='mask') pads them and marks real "
+                f"has rows of unequal length ({column.sizes}): a collate(rows) must turn them into a batch",
+                "in the workload, collate = scaleray.data.Padding(value=0, mask='mask') pads them and marks real "
                 "values; scaleray.data.Flattening() concatenates them",
             )
 
 
 class Columnwise:
-    """A collation of columns, so that no object is made for each row."""
+    """A collate function that works on columns, without an object for each row."""
 
 
 class Padding(Columnwise):
@@ -110,9 +111,9 @@ def padded(
     """Rows as tensors (n, longest, ...), padded at the end; columns of one shape are unchanged.
 
     value: the padding value, for all columns or by column (-100 for labels). mask: name of a column (n, longest) that
-    is True for real values. lengths: name of a column (n,) with the lengths. There is one of each if all ragged columns
-    have equal lengths, and otherwise one for each column, as `column_mask`; None leaves them out. to: length of every
-    batch instead of its longest row; multiple_of: lengths are rounded up to that."""
+    is True for real values. lengths: name of a column (n,) with the lengths. If all ragged columns have equal lengths,
+    they share one mask and one lengths column; otherwise each has its own, such as `column_mask`. None omits them. to:
+    length of every batch, in place of its longest row's; multiple_of: lengths are rounded up to a multiple of it."""
     columns = columns_of(rows)
     ragged = {name: column for name, column in columns.items() if isinstance(column, Ragged)}
     batch = {n: torch.from_numpy(np.ascontiguousarray(c)) for n, c in columns.items() if n not in ragged}
@@ -123,8 +124,8 @@ def padded(
         if to is not None and longest > to:
             raise DataError.problem(
                 f"column {name}",
-                f"has a row of {longest} values, and Padding(to={to}) allows no more than {to}",
-                "cut rows in transform()",
+                f"has a row of {longest} values, more than the {to} that Padding(to={to}) allows",
+                "shorten rows in transform()",
             )
         width = -(-(to or longest) // multiple_of) * multiple_of
         is_real = np.arange(width) < column.lengths[:, None]
@@ -141,8 +142,8 @@ def padded(
 
 
 def flattened(rows: Columns | Sequence[Any]) -> Batch:
-    """Ragged columns as their values (total, ...) with `column_offsets` (n + 1,), where each row begins, and the end;
-    other columns are unchanged."""
+    """Each ragged column as values (total, ...) and `column_offsets` (n + 1,): row starts and the end. Others are
+    unchanged."""
     batch: Batch = {}
     for name, column in columns_of(rows).items():
         if isinstance(column, Ragged):
@@ -155,16 +156,16 @@ def flattened(rows: Columns | Sequence[Any]) -> Batch:
 
 
 def _check_lengths_alone(name: str, column: Ragged) -> None:
-    """Raise DataError for rows that differ in more than their length."""
+    """Raise DataError if rows differ in more than their length."""
     if column.shapes is not None:
         allowed = "rows can be padded or concatenated only along their first dimension"
         raise DataError.problem(
-            f"column {name}", f"has rows of {column.sizes}: {allowed}", "bring them to one size in transform()"
+            f"column {name}", f"has rows of {column.sizes}: {allowed}", "give them one size in transform()"
         )
 
 
 def columns_of(rows: Columns | Sequence[Any]) -> Columns:
-    """The columns of rows in any form that a collation may receive: a list of dicts, or columns themselves."""
+    """Columns of rows in any form that a collate function may receive: a list of dicts, or columns."""
     if isinstance(rows, Mapping):
         return {name: as_column(name, column) for name, column in rows.items()}
     if isinstance(rows, Rows):

@@ -1,8 +1,8 @@
-"""Description of a split in a run's record: the origin of its rows, their reader, and the contents of its columns, so
-that later data can be compared with it.
+"""Description of a split in a run's record: source and reader of its rows, and contents of its columns, with which
+later data can be compared.
 
-It describes the stored rows, before preprocessor and transform, and always the same rows of the same data. A row's mean
-counts as one observation: values within a row, such as the pixels of an image, depend on each other."""
+It covers the stored rows, before preprocessor and transform, and always the same rows of the same data. The mean of a
+row counts as one observation, as values within a row, such as the pixels of an image, depend on each other."""
 
 import contextlib
 import math
@@ -20,28 +20,28 @@ from scaleray.data.split_facts import Split
 from scaleray.data.transformed import under_transforms
 
 MOST_ROWS, MOST_COMPUTED_ROWS = 2048, 32
-"""Rows that are described: of stored data, and of rows that user code makes, such as decoded images."""
+"""Number of rows to describe: of stored data, and of data that user code computes, such as decoded images."""
 MOST_BYTES = 2**28
-"""Most bytes of rows read for this, and largest row group: data in groups are represented by the first one."""
+"""Most bytes to read for this, and size of the largest row group; grouped data are represented by their first group."""
 MOST_VALUES, ROWS_A_VALUE = 32, 16
-"""Most distinct values of a column of whole numbers or texts, such as labels, that are counted individually, and fewest
-rows for each of them."""
+"""Values of a column of integers or texts, such as labels, are counted individually up to this many distinct values,
+with at least this many rows for each."""
 NUM_QUANTILES = 129
-"""Number of quantiles that record a distribution, at even shares of its rows from the least to the largest."""
+"""Number of quantiles that record a distribution, evenly spaced from its minimum to its maximum."""
 
 
 def described(source: Source, split: Split, readers: str) -> dict[str, Any]:
-    """Facts of a split for the run's record. readers: the config's `data.readers`."""
+    """Facts about a split for the run's record. readers: the config's `data.readers`."""
     notes = getattr(source, "notes", ())
     found = {**source.describe(), **split.reading(readers), **({"notes": list(notes)} if notes else {})}
     return found | ({"columns": columns} if (columns := columns_of(source)) else {})
 
 
 def columns_of(source: Source) -> dict[str, dict[str, Any]]:
-    """Facts of each column: type, shape of a row (None if rows differ), number of rows read, mean, standard deviation
-    and quantiles of the rows' means, number of rows that have one, least and largest value, share of non-finite values,
-    quantiles of the lengths of texts and unequal rows, and the number of rows of each value if there are few. Empty for
-    rows that cannot be read by number, or not at all."""
+    """Facts about each column: type, shape of a row (None if rows differ), number of rows read, mean, standard
+    deviation and quantiles of the rows' means, number of rows that have one, least and largest value, share of
+    non-finite values, quantiles of the lengths of texts and unequal rows, and the number of rows per value if there are
+    few values. Empty if rows cannot be read, or not by index."""
     stored = under_transforms(source)
     if isinstance(stored, StreamSource | IterableSource) or not stored.num_rows:
         return {}

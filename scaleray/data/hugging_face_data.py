@@ -1,8 +1,8 @@
-"""Datasets and streams of Hugging Face's library `datasets`, which only the user imports.
+"""Datasets and streams of Hugging Face's library `datasets`, which is used only if the user has imported it.
 
-A Dataset is read in blocks of rows: reading row by row takes up to twenty times as long. Memory-mapped files are sent
-by their paths. A stream (IterableDataset) is iterated whole by every worker, since its shards are seldom of one size;
-`split_dataset_by_node` is refused."""
+A Dataset is read in blocks of rows, as reading row by row takes up to twenty times as long. Memory-mapped files are
+sent to other processes as paths. Every worker iterates a whole stream (IterableDataset), since its shards rarely have
+equal sizes; `split_dataset_by_node` is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from scaleray.workload import no_exit
 
 MAP_STYLE, STREAM = ("datasets.arrow_dataset", "Dataset"), ("datasets.iterable_dataset", "IterableDataset")
 IN_BLOCKS = ("arrow", "numpy", "torch")
-"""Formats in which a row does not depend on its block; with `with_transform` it may."""
+"""Formats in which a row does not depend on its block, as it may with `with_transform`."""
 OF_TABLES = ("pandas", "polars")
 
 
@@ -46,7 +46,7 @@ def _is(value: Any, name: tuple[str, str]) -> bool:
 
 
 def check(value: Any, *, split: str) -> None:
-    """Raise DataError for a Dataset or a stream whose rows are not columns, or that is only one worker's part."""
+    """Raise DataError for a Dataset or stream whose rows are not mappings, or that is only one worker's part."""
     if not (is_dataset(value) or is_stream(value)):
         return
     value = _unwrapped(value)
@@ -59,19 +59,19 @@ def check(value: Any, *, split: str) -> None:
             f"the {split} data",
             "a part of a stream (split_dataset_by_node)",
             "every worker would get the same part",
-            "leave split_dataset_by_node() out: scaleray gives each worker its own rows",
+            "omit split_dataset_by_node(): scaleray gives each worker its own rows",
         )
     if getattr(value, "_starting_state_dict", None) is not None:
         raise DataError(
             f"the {split} data",
             "a stream with a loaded state",
             "its epochs would begin in the middle",
-            "leave load_state_dict() out: a resumed run finds its row itself",
+            "omit load_state_dict(): a resumed run finds its position by itself",
         )
 
 
 def in_blocks(dataset: Any, *, allows_text: bool) -> BlockSource | None:
-    """The source of a Dataset whose rows do not depend on their block; None for others, such as images."""
+    """Source for a Dataset whose rows do not depend on their block; None for other Datasets, such as images."""
     formatting = dataset.format
     if formatting["type"] is None and all(_is_plain(dataset.features[name]) for name in formatting["columns"]):
         dataset = dataset.with_format("arrow", columns=formatting["columns"])
@@ -79,14 +79,14 @@ def in_blocks(dataset: Any, *, allows_text: bool) -> BlockSource | None:
 
 
 def _is_plain(feature: Any) -> bool:
-    """Whether a column's values, or those of its lists, are numbers or text as stored."""
+    """Whether a column's values, or the values of its lists, are stored numbers or text."""
     while (inner := getattr(feature, "feature", None)) is not None:
         feature = inner
     return type(feature).__name__ in ("Value", "ClassLabel")
 
 
 class BlockSource(DatasetSource):
-    """A Dataset of Hugging Face with numbers in its columns, read in blocks of rows."""
+    """A Hugging Face Dataset of numbers or text, read in blocks of rows."""
 
     def __init__(self, dataset: Any, *, allows_text: bool = False) -> None:
         super().__init__(dataset, allows_text=allows_text, as_given=AsGiven(dataset))
@@ -96,7 +96,7 @@ class BlockSource(DatasetSource):
             self.row_s = min(self._seconds(np.array(few)) for _ in range(READS)) / len(few)
 
     def _lengths(self) -> np.ndarray:
-        """Length of each row (its longest list), without reading the lists."""
+        """Length of each row (its longest list), computed without reading the lists."""
         import pyarrow.compute as pc
 
         columns = [self.dataset.data.table.column(name) for name in self.ragged_columns]

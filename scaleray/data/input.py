@@ -1,4 +1,4 @@
-"""The rows of a training as one worker reads them: directly, or through Ray tasks."""
+"""Rows of a training as read by one worker, directly or through Ray tasks."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -24,24 +24,24 @@ COPIES_AHEAD_BYTES = 2**24  # rows in memory need not be far ahead, and more wou
 
 @dataclass(frozen=True)
 class RaySources:
-    """Sources in Ray's object store, whose rows tasks may read. Does not include Ray Datasets."""
+    """Sources in Ray's object store, whose rows can be read by tasks. Ray Datasets are not included."""
 
     references: Mapping[str, Any]
     """Object references by split."""
     cpus: float
-    """Ray CPUs that the tasks of one worker may use together."""
+    """Total Ray CPUs that the tasks of one worker may use."""
 
 
 Sources = Mapping[str, Source] | RaySources
-"""Input of a training by split: sources that its worker reads itself, or those under Ray."""
+"""Input of a training: sources by split that each worker reads itself, or sources in Ray."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """Input of one worker. A thread of its process reads the sources that `Split.read_by` assigns to it, and all
-    sources without Ray; Ray tasks read all other rows, and a Ray Dataset is streamed.
+    """Input of one worker. A thread of its process reads the sources that `Split.read_by` assigns to it, or all sources
+    without Ray. Ray tasks read all other rows; a Ray Dataset is streamed.
 
-    may_draw, others_wait_s, warn: of LocalBlocks and StepStream."""
+    may_draw, others_wait_s, warn: see LocalBlocks and StepStream."""
 
     sources: Sources
     settings: DataSettings
@@ -50,7 +50,7 @@ class Input:
     warn: Callable[[str], None]
 
     def open(self, split: Split, part: Part, collate: CollateAhead | None = None) -> StepStream:
-        """Open the batches of a part, which are read ahead of training. collate: of StepStream."""
+        """Open the batches of a part, which are read ahead of training. collate: see StepStream."""
         copies = split.is_in_memory and self._reads_here(split)
         return StepStream(
             lambda part, demand: self._blocks(split, part, demand),
@@ -65,8 +65,7 @@ class Input:
         )
 
     def look_at_step(self, split: Split, plan: StepPlan, number: int) -> RowsOfStep | None:
-        """Whether the rows of a step, from 1, hold non-finite values; the rows are read again. None if that is
-        impossible."""
+        """Read the rows of a step, counted from 1, again to find non-finite values. None if that is impossible."""
         if split.is_streamed:
             return None
         try:
@@ -75,7 +74,7 @@ class Input:
             return None
 
     def _reads_here(self, split: Split) -> bool:
-        """Whether a thread of this process reads the rows, rather than Ray tasks."""
+        """Whether a thread of this process, rather than Ray tasks, reads the rows."""
         if not isinstance(self.sources, RaySources):
             return True
         if split.read_by(self.settings.readers) == "worker":

@@ -1,12 +1,12 @@
 """Rows of a torch IterableDataset, or of any other object that can only be iterated.
 
-Every worker iterates all rows and keeps its own of each step. So the steps are the same for every number of workers, if
-the dataset gives the same rows each time it is iterated, which is checked on its first rows. The cost is that each
-worker reads everything, and that a resumed run reads its epoch again from the start. With `data.shuffle` the rows go
-through a buffer of `data.window_rows`, from which they are drawn by the run's seed.
+Every worker iterates all rows and keeps its own rows of each step. The steps are therefore the same for every number of
+workers if the dataset yields the same rows in each iteration, which is checked on its first rows. The cost is that each
+worker reads everything, and that a resumed run reads its epoch again from the start. With `data.shuffle`, rows are
+drawn from a buffer of `data.window_rows` rows, with the run's seed.
 
-If a dataset deals its rows out, each worker trains on its own part: the rows of a step then depend on the number of
-workers. Evaluations read all rows, since their values are exact."""
+If a dataset divides its rows among workers, each worker trains on its own part, so the rows of a step depend on the
+number of workers. Evaluations read all rows, so that their values are exact."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ from scaleray.workload import call_user_code
 
 BY_SHARD, BY_WORKER_INFO = "shard()", "get_worker_info()"
 PARAMETERS = (("rank", "world_size"), ("index", "num_shards"))
-"""Parameter names by which a `shard` receives the number of its part, and of all parts."""
+"""Parameter names of `shard` for the index of a part and the number of parts."""
 
 
 def deals_by(dataset: Any, first_rows: Callable[[Any], list[Any]]) -> str:
-    """How a dataset deals its rows out: BY_SHARD, BY_WORKER_INFO, or "" if every worker gets all rows.
+    """How a dataset divides its rows among workers: BY_SHARD, BY_WORKER_INFO, or "" if every worker gets all rows.
 
-    first_rows: function that returns an iterable's first rows in a comparable form."""
+    first_rows: returns an iterable's first rows in a comparable form."""
     if is_stream(dataset):  # its shards are not of one size
         return ""
     if _shard_parameters(dataset) is not None:
@@ -67,14 +67,14 @@ def deals_by(dataset: Any, first_rows: Callable[[Any], list[Any]]) -> str:
 
 
 def part_of(dataset: Any, how: str, rank: int, world_size: int) -> Any:
-    """An iterable of the rows that a dataset deals to this worker. Raises WorkloadError if its `shard` fails."""
+    """An iterable over the dataset's rows for this worker. Raises WorkloadError if its `shard` fails."""
     if how == BY_WORKER_INFO:
         return _WithWorkerInfo(dataset, rank, world_size)
     names = _shard_parameters(dataset)
     assert names is not None
     given = dict(zip(names, (rank, world_size), strict=True))
     what = f"{type(dataset).__name__}.shard()"
-    return call_user_code(lambda: dataset.shard(**given), what=what, doing=f"dealing rows to worker {rank}")
+    return call_user_code(lambda: dataset.shard(**given), what=what, doing=f"selecting the rows of worker {rank}")
 
 
 def to_text(dataset: Any, how: str, rank: int, world_size: int) -> str:
@@ -95,7 +95,7 @@ def _shard_parameters(dataset: Any) -> tuple[str, str] | None:
 
 
 class _WithWorkerInfo:
-    """Iterable of a dataset's rows; while it yields one, this process is one of so many workers of a DataLoader."""
+    """Iterable over a dataset's rows; while it reads, this process has the worker info of a DataLoader worker."""
 
     def __init__(self, dataset: Any, rank: int, world_size: int) -> None:
         self.dataset, self.rank, self.world_size = dataset, rank, world_size
@@ -133,14 +133,14 @@ COUNT_S = 60.0  # so long the rows are counted of a dataset without a length
 SHORT_COUNT_S = 3.0  # and so long where nothing is counted in epochs
 END = object()
 ENDLESS = 2**48
-"""Number of rows of a dataset without a length whose end is not reached while counting."""
+"""Number of rows assumed if counting does not reach the end of a dataset without a length."""
 
 
 class IterableSource(DatasetSource):
-    """The rows of an object with `__iter__`, in its order. Without a length its rows are counted once.
+    """The rows of an object with `__iter__`, in its order. Without a length, its rows are counted once.
 
-    reads_copy: iterate a copy, since the training may iterate the same object meanwhile and move its position.
-    may_be_endless: whether a dataset without a length need not be counted to its end; it then has ENDLESS rows."""
+    reads_copy: iterate a copy, since training may iterate the same object concurrently and move its position.
+    may_be_endless: accept a dataset without a length that cannot be counted in time; it then has ENDLESS rows."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class IterableSource(DatasetSource):
             raise DataError(
                 f"a {type(dataset).__name__}",
                 "an iterator",
-                "it can be read only once, but epochs and workers read it again",
+                "it can be read only once, while every epoch and worker reads it again",
                 "give an object whose __iter__ starts from the beginning, such as an IterableDataset",
             )
         first, again, moved = self._first_rows()
@@ -174,11 +174,11 @@ class IterableSource(DatasetSource):
         if len(first) != len(again):
             found = found or (min(len(first), len(again)), "any")
         self.row_values = RowValues(
-            moved, f"row {found[0]} differs in column {found[1]} when it is iterated again" if found else ""
+            moved, f"row {found[0]} differs in column {found[1]} when the rows are iterated again" if found else ""
         )
         self.row_s = 0.0
         self.deals_by = deals_by(dataset, self._compared)
-        """How the dataset deals its rows out to workers: by `shard()` or `get_worker_info()`; "" if it does not."""
+        """How the dataset divides its rows among workers: by `shard()` or `get_worker_info()`; "" if it does not."""
         self._rank, self._world_size = 0, 1
         self._place: tuple[StepPlan, int, Iterator[tuple[int, Columns]]] | None = None
 
@@ -187,13 +187,13 @@ class IterableSource(DatasetSource):
         return f"{type(self.dataset).__name__}.__iter__()"
 
     def _first_rows(self) -> tuple[list[tuple[Any, Columns]], list[tuple[Any, Columns]], bool]:
-        """The first rows, read twice, and whether they draw from the process's generators."""
+        """Read the first rows twice; also returns whether they draw from the process's generators."""
         with generators_kept():
             (first, moved), (again, moved_again) = (self._some_rows(self.dataset) for _ in range(2))
         return first, again, moved or moved_again
 
     def _some_rows(self, rows: Any) -> tuple[list[tuple[Any, Columns]], bool]:
-        """The first rows of the dataset or a part of it under one seed, as copies, and whether they drew random
+        """Copies of the first rows of the dataset or a part, read under one seed, and whether they drew random
         numbers."""
         seed_row(0)
         before = generator_states()
@@ -238,13 +238,13 @@ class IterableSource(DatasetSource):
                 f"the length of {type(self.dataset).__name__}",
                 "not known",
                 f"counting its rows takes more than {limit_s:.0f} s ({number} so far)",
-                "give it __len__, the number of rows of an epoch; to train without one, give every length of the "
+                "define __len__ as the number of rows in an epoch; to train without it, give every length in the "
                 "config in steps, such as stop.after: 10000 steps",
             )
         return number
 
     def opened(self, part: Part | None = None) -> IterableSource:
-        """The same rows with a separate position, for one reader; only this part if rows are dealt out."""
+        """The same rows with a separate position, for one reader; only its part if the dataset divides its rows."""
         source = copy.copy(self)
         source._place = None
         if is_stream(self.dataset) and self.as_given.problem is None:
@@ -254,14 +254,14 @@ class IterableSource(DatasetSource):
         return source
 
     def read(self, indices: np.ndarray) -> Columns:
-        """The rows at `indices` (n,), in that order, unshuffled: iterated from the start."""
+        """Read the rows at `indices` (n,) in the given order, without shuffling, by iterating from the start."""
         wanted = set(indices.tolist())
         rows = self._iterate(StepPlan(self.num_rows, 1, shuffle=False), 0)
         found = {place: row for place, row in itertools.islice(rows, int(indices.max()) + 1) if place in wanted}
         return self._filled((found[i] for i in indices.tolist()), len(indices))
 
     def read_on(self, positions: np.ndarray, plan: StepPlan) -> Columns:
-        """The rows at positions of the endless sequence of all epochs, ascending; rows between them are skipped."""
+        """Read the rows at ascending positions in the endless sequence of all epochs, skipping rows between them."""
         return self._filled((self._at(int(p), plan) for p in positions), len(positions))
 
     def _at(self, position: int, plan: StepPlan) -> Columns:
@@ -280,28 +280,28 @@ class IterableSource(DatasetSource):
                 f"the {plan.name} data",
                 f"{to_text(self.dataset, self.deals_by, self._rank, self._world_size)} {found}",
                 f"each of the {self._world_size} workers trains on {self._share(plan)} of {plan.num_samples} rows",
-                "deal the rows out one by one, itertools.islice(rows, rank, None, world_size), so that parts differ "
-                "by at most one row; or do not deal them out, and every worker reads all rows and keeps its own",
+                "divide the rows one by one with itertools.islice(rows, rank, None, world_size), so that parts differ "
+                "by at most one row; or do not divide them, so that every worker reads all rows and keeps its own",
             )
         if self.num_rows == ENDLESS:
             raise DataError(
                 f"the {plan.name} data",
                 f"{type(self.dataset).__name__} {found}",
-                f"it was assumed to be endless, as counting its rows took longer than {SHORT_COUNT_S:.0f} s",
-                "define __len__, the number of rows of an epoch, to start again at its end",
+                f"it was taken for endless, as counting its rows took longer than {SHORT_COUNT_S:.0f} s",
+                "define __len__ as the number of rows in an epoch, after which the next one starts",
             )
         raise DataError(
             f"the {plan.name} data",
             f"{type(self.dataset).__name__} {found}",
-            f"there were {plan.num_samples} at the start of the run",
-            "give as many rows in every epoch; __len__ says how many. One that already divides by rank deals its rows "
-            "out twice: give it shard(rank, world_size) instead",
+            f"it had {plan.num_samples} at the start of the run",
+            "give the same number of rows in every epoch, as returned by __len__. If the dataset already divides its "
+            "rows by rank, they are divided twice: define shard(rank, world_size) instead",
         )
 
     _last = -1
 
     def _iterate(self, plan: StepPlan, epoch: int) -> Iterator[tuple[int, Columns]]:
-        """The rows of an epoch with their positions."""
+        """Yield the rows of an epoch with their positions."""
         self._last = -1
         if callable(begin := getattr(self.dataset, "set_epoch", None)):
             begin(epoch)
@@ -313,7 +313,7 @@ class IterableSource(DatasetSource):
         return enumerate(rows)
 
     def _in_turn(self, rows: Iterator[Any]) -> Iterator[Columns]:
-        """Copies of rows, read under a lock."""
+        """Yield copies of rows, read under a lock."""
         while True:
             with TURNS:
                 columns = None if (row := next(rows, END)) is END else self._own_columns(row)
@@ -322,7 +322,7 @@ class IterableSource(DatasetSource):
             yield columns
 
     def _own(self) -> Any:
-        """An iterable of this reader's rows."""
+        """An iterable over this reader's rows."""
         if self._world_size == 1:
             return self.dataset
         return part_of(self.dataset, self.deals_by, self._rank, self._world_size)
@@ -336,7 +336,8 @@ class IterableSource(DatasetSource):
         return (self._rank, self._world_size) if self._world_size > 1 else ()
 
     def _seeded(self, plan: StepPlan, epoch: int) -> Iterator[Any]:
-        """Rows that draw random numbers, each under a seed computed from the run's seed, the epoch and its position."""
+        """Yield rows that draw random numbers, each under a seed made from the run's seed, the epoch and its
+        position."""
         rows = None
         for place in itertools.count():
             with generators_kept():
@@ -357,17 +358,17 @@ class IterableSource(DatasetSource):
 
 
 def promise(plan_shuffles: bool, window_rows: int, *, dealt_by: str = "") -> str:
-    """Guarantee on the order of the rows, for the user. dealt_by: how rows are dealt out to workers."""
+    """Guarantee about the order of the rows, for the user. dealt_by: how rows are divided among workers."""
     mixed = f", shuffled in a buffer of {window_rows} rows" if plan_shuffles else ""
     if dealt_by:
         return (
-            f"weak: as the IterableDataset deals them out by {dealt_by}{mixed}: each worker reads its own part alone, "
-            "so which rows make up a step depends on the number of workers; the rows of an epoch that do not divide by "
-            "it are left out, and a resume reads its epoch from the start"
+            f"weak: as divided by {dealt_by} of the IterableDataset{mixed}. Each worker reads only its own part, so "
+            f"the rows of a step depend on the number of workers; the rows of an epoch that cannot be divided evenly "
+            f"are left out, and a resume reads its epoch from the start"
         )
     return (
-        f"as the IterableDataset gives them{mixed}: the same for every number of workers as long as it gives the same "
-        "rows each time; every worker reads all rows and keeps its own, and a resume reads its epoch from the start"
+        f"as yielded by the IterableDataset{mixed}, the same for every number of workers if it yields the same rows "
+        f"each time; every worker reads all rows and keeps its own, and a resume reads its epoch from the start"
     )
 
 
@@ -383,8 +384,8 @@ def _shuffled(rows: Iterator[Columns], draw: np.random.Generator, size: int) -> 
 
 
 def refuse_shared_place(sources: Mapping[str, Any]) -> None:
-    """Raise DataError for a stream that gives other rows if other splits are read in between, for example because they
-    share a handle. Streams whose rows differ each time are not checked."""
+    """Raise DataError for a stream that yields other rows if other splits are read in between, for example through a
+    shared handle. Streams whose rows differ each time are not checked."""
     users = {name: source for name, source in sources.items() if isinstance(source, DatasetSource)}
     streams = {name: source for name, source in users.items() if isinstance(source, IterableSource)}
     if not streams or len(users) < 2:
@@ -394,16 +395,16 @@ def refuse_shared_place(sources: Mapping[str, Any]) -> None:
         if alone[0] == alone[1] != rows:
             raise DataError.problem(
                 f"the {name} data",
-                f"has other rows if {' or '.join(n for n in users if n != name)} is read meanwhile: they share a "
-                "handle, by a class, a module, a cache or an argument",
-                f"open the file in __iter__ of {type(streams[name].dataset).__name__}, again for each iteration, or "
-                "seek to the position of a row before reading it",
+                f"has different rows if {' or '.join(n for n in users if n != name)} is read at the same time: they "
+                "share a handle through a class, a module, a cache or an argument",
+                f"open the file in __iter__ of {type(streams[name].dataset).__name__} for each iteration, or seek to "
+                f"the position of a row before reading it",
             )
 
 
 def _read_in_turn(sources: Mapping[str, DatasetSource]) -> dict[str, list[str]]:
-    """Fingerprints of the first rows of every stream, read in turn with the other splits in pieces of growing length:
-    a stream may read its rows from a file in blocks. At least USED_METRICS rows, then more for IN_TURN_S."""
+    """Fingerprints of the first rows of every stream, read in turn with the other splits in pieces of growing length,
+    as a stream may read a file in blocks. Reads at least USED_METRICS rows, then more for IN_TURN_S."""
     streams = {name: source for name, source in sources.items() if isinstance(source, IterableSource)}
     found: dict[str, list[str]] = {name: [] for name in streams}
 
@@ -434,10 +435,10 @@ def _read_alone(source: IterableSource, number: int) -> list[str]:
 
 
 def refuse_endless(source: Any, split: str) -> None:
-    """Raise DataError for an endless split, which is allowed only in training."""
+    """Raise DataError for an endless split, which is allowed only for training."""
     if source.num_rows == ENDLESS:
         raise DataError.problem(
             f"the {split} data",
-            f"is endless: its end was not reached in the {SHORT_COUNT_S:.0f} s in which its rows were counted",
-            "give its IterableDataset __len__, choose another split with --split, or give rows with --data",
+            f"is endless: counting its rows for {SHORT_COUNT_S:.0f} s did not reach an end",
+            "define __len__ in its IterableDataset, choose another split with --split, or give rows with --data",
         )

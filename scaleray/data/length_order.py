@@ -1,13 +1,13 @@
-"""Order of rows of unequal length: rows of similar length together, and steps with a budget of tokens.
+"""Order of rows of unequal length: rows of similar length together, and steps with a token budget.
 
-Pure functions of seed, epoch, step and the rows' lengths, like the rest of the plan, so any number of workers sees the
-same steps and a resumed run continues where it stopped.
+Pure functions of seed, epoch, step and the rows' lengths, like the rest of the plan: steps are the same for any number
+of workers, and a resumed run continues where it stopped.
 
 Bucketing: the shuffled rows are taken in windows of `bucket_batches` global batches; within a window they are sorted by
-length and cut into batches, whose order is shuffled again. So the rows of a batch have similar lengths, and the order
-of lengths is random. Batches of tokens: the concatenated rows of an epoch are cut into equal pieces of at most
+length and cut into batches, whose order is shuffled again. The rows of a batch then have similar lengths, while the
+order of lengths is random. Token batches: the concatenated rows of an epoch are cut into equal pieces of at most
 `tokens_per_step` tokens; a step takes the rows that begin in its piece. Every epoch then has the same number of steps,
-no row is cut, and a step differs from its piece by less than a row."""
+no row is cut, and a step differs from its piece by less than one row."""
 
 import hashlib
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from scaleray.data.sample_order import Permutation, StepPlan, stream_key
 
 
 class Lengths:
-    """Length of each row, int64 (n,). Equal lengths compare equal, and are hashable."""
+    """Length of each row, int64 (n,). Hashable, and equal if all lengths are equal."""
 
     def __init__(self, values: Any) -> None:
         self.values = np.asarray(values, dtype=np.int64)
@@ -43,9 +43,9 @@ class Lengths:
 class LengthPlan(StepPlan):
     """Order of the samples of a split whose rows have lengths.
 
-    bucket_batches: global batches that are sorted by length together, or None. tokens_per_step: most tokens of a step's
-    piece of the epoch, or None if every step has `global_batch_size` rows; otherwise that is the approximate number of
-    rows. tokens_per_micro_batch: most tokens in the rows of a micro-batch, or None if these are counted in rows."""
+    bucket_batches: number of global batches sorted by length together, or None. tokens_per_step: most tokens in a
+    step's piece of the epoch, or None if every step has `global_batch_size` rows, which is otherwise approximate.
+    tokens_per_micro_batch: most tokens in a micro-batch, or None if micro-batches are counted in rows."""
 
     lengths: Lengths = Lengths(())  # noqa: RUF009 - never changed
     bucket_batches: int | None = None
@@ -80,15 +80,14 @@ class LengthPlan(StepPlan):
         return int(last - first)
 
     def place(self, step: int) -> tuple[int, int]:
-        """Epoch of this step, and number of samples of that epoch before it."""
+        """Epoch of this step, and number of samples in that epoch before it."""
         if self.tokens_per_step is None:
             return super().place(step)
         epoch, in_epoch = divmod(step, self.steps_per_epoch)
         return epoch, int(_bounds(self, epoch)[in_epoch])
 
     def token_cuts(self, step: int, rank: int, world_size: int) -> TokenCuts | None:
-        """Bounds of a rank's micro-batches in a step: rows stay in order, and each micro-batch has at most
-        `tokens_per_micro_batch` tokens."""
+        """Bounds of a rank's micro-batches, each with at most `tokens_per_micro_batch` tokens, of rows in order."""
         most = self.tokens_per_micro_batch
         if most is None:
             return None
@@ -103,7 +102,7 @@ class LengthPlan(StepPlan):
         return _bucketed(self, epoch)[positions]
 
     def order_before_buckets(self, epoch: int) -> np.ndarray:
-        """All samples of an epoch in the order from which bucketing starts."""
+        """All samples of an epoch in their order before bucketing."""
         return super()._order(epoch, np.arange(self.num_samples, dtype=np.int64))
 
 
@@ -118,7 +117,7 @@ def _cut_by_tokens(lengths: np.ndarray, most: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4)
 def _bucketed(plan: LengthPlan, epoch: int) -> np.ndarray:
-    """All samples of an epoch, rows of similar length together."""
+    """All samples of an epoch, with rows of similar length together."""
     assert plan.bucket_batches is not None
     order, size = plan.order_before_buckets(epoch), plan.global_batch_size
     if plan.tokens_per_step is not None:
@@ -143,7 +142,7 @@ def _bucketed(plan: LengthPlan, epoch: int) -> np.ndarray:
 
 @lru_cache(maxsize=4)
 def _bounds(plan: LengthPlan, epoch: int) -> np.ndarray:
-    """Number of samples of an epoch before each of its steps, and in total, int64 (steps + 1,)."""
+    """Number of samples in an epoch before each of its steps, then in total, int64 (steps + 1,)."""
     rows = plan.samples_at(epoch * plan.num_samples + np.arange(plan.num_samples, dtype=np.int64))
     begins = np.concatenate([[0], np.cumsum(plan.lengths.values[rows])[:-1]])
     steps = plan.steps_per_epoch

@@ -1,4 +1,4 @@
-"""Start of a stream on a cold cluster: its worker reads the first rows itself, until the tasks deliver."""
+"""Start of a stream on a cold cluster: the worker reads the first rows itself until the tasks deliver."""
 
 import itertools
 import queue
@@ -17,11 +17,11 @@ LOCAL_CHUNK_STEPS = (
 
 
 class Demand:
-    """State of the consumer of a stream, for its producer; the StepStream sets it."""
+    """State of a stream's consumer for its producer, set by the StepStream."""
 
     def __init__(self) -> None:
         self.has_begun = threading.Event()
-        """Event: the consumer has requested its first batch."""
+        """Set when the consumer has requested its first batch."""
         self.is_closed = threading.Event()
         self.is_hungry: Callable[[], bool] = lambda: True
         """Whether the consumer will soon have to wait."""
@@ -29,7 +29,7 @@ class Demand:
         """Released for each batch that the consumer requests."""
 
     def wait_until_asked(self) -> bool:
-        """Wait until the next batch is requested, or the stream is closed; returns whether it was requested."""
+        """Wait until the next batch is requested or the stream is closed, and return whether it was requested."""
         while not self.is_closed.is_set():
             if self.asked.acquire(timeout=0.5):
                 return True
@@ -39,11 +39,11 @@ class Demand:
 def start_locally(
     local: Iterable[Columns], remote: Iterable[Columns], demand: Demand, *, patience_s: float = LOCAL_START_S
 ) -> Iterator[Columns]:
-    """Rows of `remote`, the first of them read from `local`, which gives the same rows in the same order.
+    """Yield the rows of `remote`, but read the first ones from `local`, which has the same rows in the same order.
 
     Tasks on a cold cluster take seconds to start, and their start competes with the building of the model for the same
-    cores. So `remote` starts when training begins, and until its first block arrives, for at most `patience_s` seconds,
-    the consumer gets rows from `local`. These are left out of `remote`."""
+    cores. Therefore `remote` starts when training begins. Until its first block arrives, for at most `patience_s`
+    seconds, the consumer gets rows from `local`, which `remote` then leaves out."""
     here = iter(local)
     num_rows = 0
     for block in itertools.islice(here, 1):
@@ -80,7 +80,7 @@ def start_locally(
 
 
 def deliver(items: Iterable[Any], target: queue.Queue[Any], demand: Demand) -> None:
-    """Put items into a queue as soon as it has room, and at the end None or the error, which the consumer raises. Stops
+    """Put items into a queue as soon as it has room, followed by None or an error for the consumer to raise. Stops
     early if the consumer closes its stream."""
 
     def put(item: Any) -> None:

@@ -1,5 +1,5 @@
-"""Find rows of a step with NaN or infinite numbers once a loss was not finite, so that the learning rate is not blamed
-for the data."""
+"""After a non-finite loss, find rows with NaN or infinite values, so that bad data is not blamed on the learning
+rate."""
 
 import time
 from dataclasses import dataclass
@@ -12,21 +12,21 @@ from scaleray.data.source_interface import Columns, Source
 from scaleray.data.transformed import Transformed, under_transforms
 
 LOOK_S = 5.0
-"""Seconds after which no more rows are read: a failed run should report soon."""
+"""Seconds after which no more rows are read, as a failed run should report soon."""
 AT_ONCE = 64
 
 
 @dataclass(frozen=True)
 class RowsOfStep:
-    """Values that are not finite in the rows of a step. bad: location of the first one; None if there is none.
-    is_whole: whether all rows were checked."""
+    """Result of a search for non-finite values. bad: location of the first one, or None. is_whole: all rows were
+    checked."""
 
     bad: str | None
     is_whole: bool
 
 
 def look_at_step(source: Source, plan: StepPlan, step: int) -> RowsOfStep:
-    """Read the rows of a step, from 0, again: those of all workers, so that each one reports the same."""
+    """Read the rows of a step, counted from 0, again: those of all workers, so that each worker reports the same."""
     positions = plan.positions(step)
     started = time.monotonic()
     for start in range(0, len(positions), AT_ONCE):
@@ -40,20 +40,20 @@ def look_at_step(source: Source, plan: StepPlan, step: int) -> RowsOfStep:
         if isinstance(source, Transformed):
             rows = _changed(source, raw, plan.row_seeds(few))
             if (found := _first(rows)) is not None:
-                after = f", after {source.transform.name}, but not before"
+                after = f", after {source.transform.name} but not before it"
                 return RowsOfStep(_words(rows, found, indices, plan.name) + after, is_whole=True)
     return RowsOfStep(None, is_whole=True)
 
 
 def _changed(source: Source, rows: Columns, seeds: np.ndarray) -> Columns:
-    """The rows after all transforms."""
+    """Rows after all transforms."""
     if not isinstance(source, Transformed):
         return rows
     return source.changed(_changed(source.source, rows, seeds), seeds)
 
 
 def _first(rows: Columns) -> tuple[str, int] | None:
-    """Column and index of the first row with a number that is not finite."""
+    """Column and index of the first row with a non-finite number."""
     for name, column in rows.items():
         values = flat_values(column)
         if values.dtype.kind in "fc" and not np.isfinite(values).all():
@@ -65,4 +65,4 @@ def _words(rows: Columns, found: tuple[str, int], indices: np.ndarray, split: st
     name, place = found
     values = np.asarray(rows[name][place])
     value = values[~np.isfinite(values)].flat[0]
-    return f"column {name} of row {indices[place]} of the {split} data holds {value}"
+    return f"column {name} of row {indices[place]} of the {split} data contains {value}"

@@ -15,15 +15,15 @@ from scaleray.errors import DataError
 
 
 class ParquetSource:
-    """A Parquet file or folder, local or s3://, whose columns hold numbers, or lists of numbers of any length.
+    """A Parquet file or folder, local or s3://, with columns of numbers, or of lists of numbers of any length.
 
     columns: the columns to read; None reads all. Footers are read immediately, so a broken file is found at the start.
-    lengths: the list column whose lengths are those of the rows, for `data.bucket_by_length` and batches of tokens;
-    it is read immediately, too."""
+    lengths: the list column with the rows' lengths, for `data.bucket_by_length` and token batches, also read
+    immediately."""
 
     tokens_per_row: int | None = None
     allows_text = False
-    """Whether columns may hold text and nulls, which a preprocessor or a transform converts to numbers."""
+    """Whether columns may contain text and nulls, which a preprocessor or a transform converts to numbers."""
 
     def __init__(self, path: str | Path, *, columns: Sequence[str] | None = None, lengths: str | None = None) -> None:
         import pyarrow.fs
@@ -39,7 +39,7 @@ class ParquetSource:
             (f.path, f.size) for f in found if f.is_file and (info.is_file or f.path.endswith((".parquet", ".pq")))
         )
         if not self.files:
-            raise DataError("Parquet path", self.uri, "it holds no .parquet file")
+            raise DataError("Parquet path", self.uri, "it contains no .parquet file")
         with ThreadPoolExecutor(16) as pool:
             footers = list(pool.map(lambda file: self._footer(filesystem, file[0]), self.files))
         self.groups = [(f, g) for f, footer in enumerate(footers) for g in range(footer.num_row_groups)]
@@ -53,8 +53,8 @@ class ParquetSource:
         self.row_bytes = max(1, total // max(1, self.num_rows))
 
     def check_nulls(self) -> None:
-        """Raise DataError if the footers report nulls and nothing converts them later. Nulls not counted in a footer
-        are found when the row group is read."""
+        """Raise DataError if the footers report nulls that nothing converts later. Nulls not counted in a footer are
+        found when the row group is read."""
         if self._nulls is not None and not self.allows_text:
             raise _null_error(*self._nulls)
 
@@ -110,7 +110,7 @@ class ParquetSource:
             raise DataError.problem(f"ParquetSource(lengths={name!r})", ": it must be a column of lists") from exc
 
     def _check_columns(self, schemas: list[Any]) -> list[str]:
-        """The columns to read, which every file must have with one type."""
+        """The columns to read, which must have the same type in every file."""
         first = schemas[0]
         missing = [c for c in self.columns or [] if c not in first.names]
         if missing:
@@ -130,8 +130,8 @@ class ParquetSource:
         return self.columns or first.names
 
     def _known_nulls(self, footers: list[Any]) -> tuple[str, str, int, int] | None:
-        """(column, file, row group, number) of the first nulls counted in the footers. Lists are left out, since their
-        counts include empty lists."""
+        """(column, file, row group, number) of the first nulls counted in the footers. Lists are not checked, since
+        their counts include empty lists."""
         for file, group in self.groups:
             columns = footers[file].row_group(group)
             for number in range(columns.num_columns):
@@ -199,13 +199,13 @@ def _null_error(column: str, path: str, group: int, count: int) -> DataError:
     return DataError.problem(
         f"column {column} of {path}, row group {group},",
         f"has {quantity(count, 'null')}: every row needs a value",
-        "fill or drop them when the file is written, leave the column out (columns=[...]), or fill them in a "
-        "preprocessor or a transform",
+        "fill or drop them when writing the file, omit the column (columns=[...]), or fill them in a preprocessor or a "
+        "transform",
     )
 
 
 def column_to_numpy(name: str, column: Any, where: str, *, allows_text: bool = False) -> np.ndarray | Ragged:
-    """An Arrow column of numbers, or of lists of them, as an array. where: for messages. Raises DataError.
+    """Convert an Arrow column of numbers, or of lists of numbers, to an array. where: for messages. Raises DataError.
 
     allows_text: keep text, and nulls as NaN or None, which a preprocessor or a transform converts to numbers."""
     import pyarrow as pa
@@ -226,8 +226,8 @@ def column_to_numpy(name: str, column: Any, where: str, *, allows_text: bool = F
             if depth or offsets is not None:
                 raise DataError.problem(
                     f"column {name} of {where}",
-                    "has lists within lists of several lengths: rows may differ only in the length of their outer list",
-                    "pad the inner ones when the file is written",
+                    "has nested lists of different lengths: rows may differ only in the length of their outer list",
+                    "pad the inner lists when writing the file",
                 )
             offsets = np.concatenate([[0], np.cumsum(array.value_lengths().to_numpy())])
         else:
@@ -237,7 +237,7 @@ def column_to_numpy(name: str, column: Any, where: str, *, allows_text: bool = F
         raise DataError.problem(
             f"column {name} of {where}",
             f"has {quantity(array.null_count, 'null')}: every row needs a value",
-            "fill or drop them when the file is written",
+            "fill or drop them when writing the file",
         )
     flat = as_numbers(name, array.to_numpy(zero_copy_only=False), allows_text=allows_text)
     return flat.reshape(len(column), *depth) if offsets is None else Ragged(flat.reshape(-1, *depth), offsets)

@@ -1,6 +1,6 @@
-"""State of an object as JSON and back: numbers, text, arrays and their containers, and objects that hold only these.
+"""Convert the state of an object to JSON and back: numbers, text, arrays, containers, and objects made only of these.
 
-When it is read, classes and functions are looked up among the modules that the workload has imported and in
+On reading, classes and functions are looked up in the modules that the workload has imported and in
 ray.data.preprocessors; no other module is imported. A class must transform rows, and its `__setstate__` is called."""
 
 import base64
@@ -16,11 +16,11 @@ import numpy as np
 from scaleray.errors import WorkloadError
 
 TRUSTED_FUNCTIONS = "ray.data.preprocessors."
-"""Package whose functions may be named, since Ray's vectorizers hold one."""
+"""Package from which functions are allowed, since Ray's vectorizers contain one."""
 
 
 def encoded(value: Any, where: str) -> Any:
-    """A value as JSON. where: its path, for the error. Raises WorkloadError for anything but data."""
+    """Convert a value to JSON. where: its path, for the error. Raises WorkloadError for anything but data."""
     if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value.item() if isinstance(value, np.generic) else value
     if type(value) in (list, tuple, set, frozenset):
@@ -56,12 +56,12 @@ def _encoded_object(value: Any, where: str) -> Any:
         f"the preprocessor's {where}",
         f"a {kind.__module__}.{kind.__qualname__}",
         "a run stores its preprocessor as data: numbers, text, arrays, lists and dicts",
-        "make a function a method of its class, and define the class at the top level of a file",
+        "turn a function into a method of its class, and define the class at the top level of a file",
     )
 
 
 def decoded(found: Any) -> Any:
-    """The value that was encoded. Raises ValueError, KeyError or TypeError for anything else."""
+    """Convert JSON back to the encoded value. Raises ValueError, KeyError or TypeError if it is invalid."""
     if not isinstance(found, dict):
         return found
     kind, content = next(iter(found.items()))
@@ -107,7 +107,7 @@ def _decoded_object(kind: str, content: Any, found: dict[str, Any]) -> Any:
         else:
             made.__dict__.update(state)
         return made
-    raise ValueError(f"it holds {kind!r}, which is unknown")
+    raise ValueError(f"it contains {kind!r}, which is unknown")
 
 
 def _transforms(kind: type) -> bool:
@@ -115,7 +115,7 @@ def _transforms(kind: type) -> bool:
 
 
 def _named(path: str) -> Any:
-    """The class or function of that name. Importing a module runs its code, so only Ray's own modules are imported."""
+    """Class or function of a name. Importing a module runs its code, so only Ray's own modules are imported."""
     module, _, name = path.partition(":")
     try:
         if f"{module}.".startswith(TRUSTED_FUNCTIONS):

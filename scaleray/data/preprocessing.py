@@ -1,9 +1,9 @@
 """A workload's preprocessor: fitted once on the train split, applied to all splits as they are read, stored with the
 run.
 
-It is one of Ray Data's (`ray.data.preprocessors`), or any object with `transform(columns)` and, if it needs fitting,
-`fit(columns)`. Ray's own format of a preprocessor is a pickle. Here its state, which is data, is written as JSON with
-the path of its class; a reader looks that class up among the imported modules and runs nothing else.
+It is one of `ray.data.preprocessors`, or any object with `transform(columns)` and, if it needs fitting, `fit(columns)`.
+Ray stores preprocessors as pickles. Here, their state is written as JSON with the path of the class; a reader looks
+that class up in the imported modules and runs no other code.
 
 load(run_folder) -> the fitted preprocessor, or None; apply(preprocessor, columns) -> columns"""
 
@@ -43,19 +43,19 @@ class Blocks:
         self.blocks = list(blocks)
 
     def map_batches(self, function: Callable[[Any], Any], *, batch_format: str = "numpy", **options: Any) -> Blocks:
-        """The results of a function for each block; options for Ray's distribution of the work are ignored."""
+        """Results of a function for each block; options for Ray's distribution of work are ignored."""
         from ray.data.block import BlockAccessor
 
         return Blocks(BlockAccessor.batch_to_block(function(batch)) for batch in self.iter_batches(batch_format))
 
     def iter_batches(self, batch_format: str = "numpy", *, batch_size: int | None = None) -> Iterator[Any]:
-        """The blocks, in a format of Ray's batches."""
+        """The blocks in one of Ray's batch formats."""
         from ray.data.block import BlockAccessor
 
         return (BlockAccessor.for_block(block).to_batch_format(batch_format) for block in self.blocks)
 
     def aggregate(self, *aggregates: Any) -> dict[str, Any]:
-        """The result of each of Ray's aggregates over all rows, by name."""
+        """Result of each Ray aggregate over all rows, by name."""
         found = {}
         for one in aggregates:
             total, *parts = (one.accumulate_block(one.init(None), block) for block in self.blocks)
@@ -65,12 +65,12 @@ class Blocks:
         return found
 
     def groupby(self, key: None) -> _Whole:
-        """All rows as one group."""
+        """All rows as a single group."""
         return _Whole(self)
 
 
 class _Whole:
-    """All rows as one group, whose aggregates are the only row of a table."""
+    """All rows as a single group; its aggregates are the only row of a table."""
 
     def __init__(self, rows: Blocks) -> None:
         self.rows = rows
@@ -84,8 +84,7 @@ class _Whole:
 
 
 def fit_in_process(preprocessor: Any, tables: Sequence[Any]) -> None:
-    """Fit one of Ray Data's preprocessors on tables of rows. Raises ClusterError if it needs a part of a Dataset that
-    is unavailable without Ray."""
+    """Fit one of Ray Data's preprocessors on tables of rows. Raises ClusterError if it needs Dataset methods of Ray."""
     with _results_at_hand():
         try:
             preprocessor.fit(Blocks(tables))
@@ -95,15 +94,14 @@ def fit_in_process(preprocessor: Any, tables: Sequence[Any]) -> None:
             raise ClusterError(
                 f"preprocessor() {type(preprocessor).__name__}",
                 "not fitted",
-                f"its fit needs {exc.name} of a Ray Dataset, but this command runs without Ray",
-                "leave --local out, or return a fitted one",
+                f"its fit needs {exc.name} of a Ray Dataset, which is unavailable without Ray",
+                "omit --local, or return a fitted preprocessor",
             ) from exc
 
 
 @contextlib.contextmanager
 def _results_at_hand() -> Iterator[None]:
-    """Context in which Ray's preprocessors treat existing results as those of tasks, since `ray.get` would start a
-    cluster."""
+    """Context in which Ray's preprocessors accept results that already exist, since `ray.get` would start a cluster."""
     from ray.data.preprocessors import utils
 
     if not hasattr(utils, "ray"):  # another version of Ray gets its results in another way
@@ -119,14 +117,14 @@ FITTED_ROWS = 2**16  # rows that are read together to fit
 
 
 def is_rays(preprocessor: Any) -> bool:
-    """Whether this is one of Ray Data's preprocessors, or built on them."""
+    """Whether this is one of Ray Data's preprocessors or a subclass."""
     return any(c.__module__ == "ray.data.preprocessor" for c in type(preprocessor).__mro__)
 
 
 def fit(preprocessor: Any, source: Source) -> Any:
-    """The preprocessor, fitted on all rows of `source` unless it is already fitted or needs no fit.
+    """Fit the preprocessor on all rows of `source`, unless it is already fitted or needs no fit, and return it.
 
-    Ray Data fits its own, or this process does without Ray. Raises WorkloadError if its code fails."""
+    Ray Data fits its own preprocessors; without Ray, this process does. Raises WorkloadError if their code fails."""
     name = type(preprocessor).__name__
     if is_rays(preprocessor):
         if preprocessor.fit_status().value in ("FITTED", "NOT_FITTABLE"):
@@ -152,7 +150,7 @@ def fit(preprocessor: Any, source: Source) -> Any:
 
 
 def apply(preprocessor: Any, rows: Columns, *, allows_text: bool = False) -> Columns:
-    """Columns after a fitted preprocessor. Ray's get only the columns of one dimension; others bypass them."""
+    """Apply a fitted preprocessor to columns. Ray's preprocessors get only the one-dimensional columns."""
     name = type(preprocessor).__name__
     num_rows = rows_in(rows)
     aside: Columns = {}
@@ -169,7 +167,7 @@ def apply(preprocessor: Any, rows: Columns, *, allows_text: bool = False) -> Col
 
 @dataclass(frozen=True)
 class Preprocess:
-    """A fitted preprocessor as a step of reading."""
+    """A fitted preprocessor as a step that changes rows as they are read."""
 
     preprocessor: Any
     allows_text: bool
@@ -183,7 +181,7 @@ class Preprocess:
                 "preprocessor()",
                 f"a {type(self.preprocessor).__name__}",
                 "it must return one of ray.data.preprocessors, or an object with transform(columns)",
-                "several in a row: ray.data.preprocessors.Chain(...)",
+                "to combine several, use ray.data.preprocessors.Chain(...)",
             )
 
     @property
@@ -193,7 +191,7 @@ class Preprocess:
 
     @property
     def where(self) -> str:
-        """File and line of its class's transform, or its name."""
+        """File and line of its class's `transform`, or the class name."""
         return self.name if is_rays(self.preprocessor) else place_of(self.preprocessor.transform)
 
     def __call__(self, rows: Columns, rng: RowRandom) -> Columns:
@@ -201,7 +199,7 @@ class Preprocess:
 
 
 def save(preprocessor: Any, folder: str) -> None:
-    """Write a fitted preprocessor into a run's folder, local or a URI. Raises WorkloadError if its state is not only
+    """Write a fitted preprocessor to a run folder, local or a URI. Raises WorkloadError if its state contains more than
     data."""
     text = json.dumps({"format": FORMAT, "preprocessor": encoded(preprocessor, type(preprocessor).__name__)}, indent=1)
     filesystem, inner = open_filesystem(folder)
@@ -210,10 +208,10 @@ def save(preprocessor: Any, folder: str) -> None:
 
 
 def load(folder: str, module_name: Callable[[str], str] = str) -> Any:
-    """The fitted preprocessor of a run's folder, or None if the run had none. module_name: maps a class's recorded
+    """Load the fitted preprocessor from a run folder; None if the run had none. module_name: maps a class's recorded
     module to its name here.
 
-    Its class must be importable, or be in a workload file that is already loaded. Raises CheckpointError."""
+    Its class must be importable or in a workload file that is already loaded. Raises CheckpointError."""
     import pyarrow.fs
 
     filesystem, inner = open_filesystem(folder)
@@ -252,8 +250,7 @@ def _dataset(source: Source) -> Any:
 
 
 def _tables(source: Source) -> Iterator[Any]:
-    """The rows of a source as tables, without the columns of more than one dimension. NaN becomes null, as it was in a
-    file."""
+    """The rows of a source as tables, without multidimensional columns. NaN becomes null again, as it was in a file."""
     import pyarrow as pa
 
     for start in range(0, source.num_rows, FITTED_ROWS):

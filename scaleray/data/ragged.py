@@ -1,8 +1,8 @@
-"""Columns whose rows differ in size: all values one after another, and where each row begins.
+"""Columns whose rows differ in size: all values one after another, and the offset of each row.
 
-Such a column is cut, indexed and joined like an array with the rows along dimension 0, without a Python object for each
-row, and goes through Ray's object store as two arrays, or three: if rows differ in more than their length, as images
-do, it also has the shape of each."""
+Such a column is sliced, indexed and joined like an array with the rows along dimension 0, without a Python object for
+each row. In Ray's object store it is two arrays, or three with row shapes if rows differ in more than length, as images
+do."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 
 
 class Ragged:
-    """Column of rows of unequal length. values: (total, ...), the rows one after another; offsets: int64 (n + 1,),
-    where each row begins, and the end. shapes: int64 (n, dimensions) of rows that differ in other dimensions than the
-    first, or None; values are then flat (total,)."""
+    """Column of rows of unequal length. values: (total, ...), the rows one after another. offsets: int64 (n + 1,), the
+    start of each row and the end. shapes: int64 (n, dimensions) if rows differ in other dimensions than the first, and
+    values are then flat (total,); otherwise None."""
 
     def __init__(self, values: np.ndarray, offsets: np.ndarray, shapes: np.ndarray | None = None) -> None:
         self.values, self.offsets = np.asarray(values), np.asarray(offsets, dtype=np.int64)
@@ -23,7 +23,7 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Sequence[Any]) -> Ragged:
-        """The column of these rows, which are arrays or lists of equal dimensionality."""
+        """Column of the given rows, which are arrays or lists of equal dimensionality."""
         arrays = [np.asarray(row) for row in rows]
         full = [array for array in arrays if len(array)] or arrays[:1]  # an empty list has no type of its own
         shapes = np.array([array.shape for array in arrays]) if len({array.shape[1:] for array in full}) > 1 else None
@@ -39,7 +39,7 @@ class Ragged:
 
     @property
     def sizes(self) -> str:
-        """The sizes of the rows, as text."""
+        """Sizes of the rows, as text."""
         if self.shapes is None:
             return f"{int(self.lengths.min())} to {int(self.lengths.max())} values"
         found = sorted({tuple(shape) for shape in self.shapes.tolist()})
@@ -62,7 +62,7 @@ class Ragged:
         return (self[row] for row in range(len(self)))
 
     def __getitem__(self, rows: Any) -> Any:
-        """One row as an array; for a slice or an array of indices, the column of those rows."""
+        """One row as an array, or the column of several rows for a slice or an array of indices."""
         if isinstance(rows, int | np.integer):
             row = range(len(self))[int(rows)]
             values = self.values[self.offsets[row] : self.offsets[row + 1]]
@@ -79,7 +79,7 @@ class Ragged:
         return Ragged(self.values[np.arange(offsets[-1]) + moved], offsets, shapes)
 
     def with_values(self, values: np.ndarray) -> Ragged:
-        """A column of these values with the same row sizes."""
+        """A column with these values and the same row sizes."""
         return Ragged(values, self.offsets, self.shapes)
 
     def copy(self) -> Ragged:
@@ -94,7 +94,7 @@ class Ragged:
 
 
 def as_ragged(column: Any) -> Ragged:
-    """A column, which may be an array (n, length, ...), as a ragged one."""
+    """Convert a column, which may be an array (n, length, ...), to Ragged."""
     if isinstance(column, Ragged):
         return column
     length = column.shape[1]
@@ -102,7 +102,7 @@ def as_ragged(column: Any) -> Ragged:
 
 
 def with_shapes(column: Any) -> Ragged:
-    """A column, which may be an array, with the shape of each of its rows."""
+    """Add the shape of each row to a column, which may be an array."""
     if isinstance(column, Ragged) and column.shapes is not None:
         return column
     ragged = as_ragged(column)
@@ -112,7 +112,7 @@ def with_shapes(column: Any) -> Ragged:
 
 
 def is_list_of_unequal_rows(value: Any) -> bool:
-    """Whether a value is a list whose rows do not all have one size."""
+    """Whether a value is a list of rows of different sizes."""
     if not isinstance(value, list | tuple):
         return False
     return len({_size(row) for row in value}) > 1
@@ -130,7 +130,7 @@ def _has_length(row: Any) -> bool:
 
 
 def concatenated(columns: Sequence[Any]) -> Any:
-    """Columns of one name, arrays or ragged ones, concatenated as a copy."""
+    """Concatenate the parts of one column, arrays or Ragged, as a copy."""
     if not any(isinstance(column, Ragged) for column in columns):
         return np.concatenate(columns)
     have_shapes = any(isinstance(column, Ragged) and column.shapes is not None for column in columns)
@@ -142,12 +142,12 @@ def concatenated(columns: Sequence[Any]) -> Any:
 
 
 def joined(blocks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The columns of several blocks of rows, concatenated as copies."""
+    """Concatenate the columns of several blocks of rows, as copies."""
     return {name: concatenated([block[name] for block in blocks]) for name in blocks[0]}
 
 
 def with_ragged(columns: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Columns, these of which are ragged even if all rows happen to have one length."""
+    """Convert the named columns to Ragged, even if all their rows happen to have one length."""
     return {**columns, **{name: as_ragged(columns[name]) for name in names if name in columns}}
 
 

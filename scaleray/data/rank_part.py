@@ -1,4 +1,4 @@
-"""Part of a step plan that one rank reads: rows of steps, in order."""
+"""Part of a step plan that one rank reads."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ from scaleray.data.sample_order import StepPlan
 
 @dataclass(frozen=True)
 class Part:
-    """Steps of a plan that one rank reads: [first_step, last_step). shares: samples of a full batch by rank;
-    None is equal."""
+    """Steps of a plan that one rank reads: [first_step, last_step). shares: samples of a full batch by rank, or
+    None."""
 
     plan: StepPlan
     rank: int
@@ -27,7 +27,7 @@ class Part:
         return max(1, size // self.world_size if self.shares is None else self.shares[self.rank])
 
     def positions(self, steps: range) -> np.ndarray:
-        """Positions in the plan's order of the rows to read for these steps; one placeholder row for a step in which
+        """Positions in the plan's order of the rows to read for these steps, with a placeholder row for steps in which
         the rank has none."""
         positions = (self.plan.positions(step, self.rank, self.world_size, self.shares) for step in steps)
         own = [p if len(p) else self.plan.positions(step)[:1] for step, p in zip(steps, positions, strict=True)]

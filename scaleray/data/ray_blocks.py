@@ -21,9 +21,9 @@ from scaleray.data.transformed import Step
 def ray_blocks(
     source_ref: Any, part: Part, *, row_bytes: int, chunk_bytes: float, memory_bytes: float, cpus: float
 ) -> Iterator[Columns]:
-    """The chunks of a part, read by Ray tasks on any node and delivered in order, in memory that must not be written.
+    """Yield the chunks of a part, read by Ray tasks on any node and delivered in order, in read-only memory.
 
-    source_ref: the source in the object store. cpus: Ray CPUs that this rank's tasks may use together.
+    source_ref: the source in the object store. cpus: total Ray CPUs that this rank's tasks may use.
     """
     import ray
 
@@ -60,8 +60,8 @@ def _source_in_task(reference: Any) -> Source:
 def stream_blocks(
     iterator: Any, part: Part, *, shuffle: bool, window_rows: int, allows_text: bool = False
 ) -> Iterator[tuple[int, Columns]]:
-    """A Ray Dataset's shard for this rank, epoch after epoch, in order of arrival: the number of the epoch, and rows of
-    it. allows_text: of `as_column`."""
+    """Yield this rank's shard of a Ray Dataset, epoch after epoch, in order of arrival, as the number of the epoch and
+    a block of rows. allows_text: see `as_column`."""
     batch_rows = max(1, part.plan.global_batch_size // part.world_size)
     first_epoch, passed = part.plan.place(part.first_step)
     skipped = passed // part.world_size  # read again and left out: a stream cannot start in the middle
@@ -92,7 +92,7 @@ def stream_blocks(
 def transformed_blocks(
     blocks: Iterator[tuple[int, Columns]], transform: Step, plan: StepPlan, *, cpus: float
 ) -> Iterator[Columns]:
-    """Rows of a stream, transformed by Ray tasks in order. cpus: of `ray_blocks`."""
+    """Yield the blocks of a stream, transformed by Ray tasks, in order. cpus: see `ray_blocks`."""
     import ray
 
     change = ray.remote(_change_in_task).options(num_cpus=min(1.0, cpus), scheduling_strategy="SPREAD")
@@ -114,7 +114,7 @@ def _change_in_task(transforms: list[Any], rows: Columns, seeds: np.ndarray) -> 
 
 
 def starvation_reason() -> str | None:
-    """Sentence that explains a late input under Ray, if the cluster has no free CPU for the reading tasks."""
+    """Explanation of late input under Ray if the cluster has no free CPU for the reading tasks."""
     import ray
 
     free = ray.available_resources().get("CPU", 0.0)
@@ -122,6 +122,6 @@ def starvation_reason() -> str | None:
         return None
     total = ray.cluster_resources().get("CPU", 0.0)
     return (
-        f"the cluster has {free:g} of {total:g} CPUs free, so the input tasks cannot run; "
-        "training or another job holds the rest. Use fewer workers or a smaller scale.cpus_per_worker"
+        f"the cluster has {free:g} of {total:g} CPUs free, so the input tasks cannot run; training or another job uses "
+        f"the others. Use fewer workers or a smaller scale.cpus_per_worker"
     )

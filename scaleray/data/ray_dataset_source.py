@@ -1,9 +1,9 @@
 """A Ray Dataset as the data of a split, streamed by Ray Data in its own order.
 
-A row of a stream has no number to seed its random numbers. They depend on its values instead, with the seed, the split
-and the epoch: so a row is the same in any order of arrival, on any number of workers and after a resume, and equal rows
-draw equal numbers. The epoch is known where the stream is read, but not in Ray Data's own tasks; so a `transform` runs
-in tasks of the worker that reads it."""
+A row of a stream has no index to seed its random numbers. They are computed from its values, the seed, the split and
+the epoch instead. A row is then the same in any order of arrival, on any number of workers and after a resume, and
+equal rows draw equal numbers. The reading worker knows the epoch, but Ray Data's tasks do not; a `transform` therefore
+runs in tasks of the reading worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from scaleray.data.transformed import Step
 
 
 class StreamSource:
-    """A Ray Dataset, streamed: its rows cannot be addressed, so their order depends on the number of workers."""
+    """A streamed Ray Dataset. Its rows cannot be read by index, so their order depends on the number of workers."""
 
     group_sizes: tuple[int, ...] | None = None
     tokens_per_row: int | None = None
@@ -31,13 +31,13 @@ class StreamSource:
         self.dataset = dataset
         self.num_rows = dataset.count() if num_rows is None else num_rows
         self.preprocessor: Any = None
-        """The fitted preprocessor that the rows go through."""
+        """The fitted preprocessor applied to the rows."""
         self.transform: Step | None = None
-        """Changes to the rows after Ray Data has read them."""
+        """Steps that change the rows after Ray Data has read them."""
         self.row_bytes = 1024
 
     def mapped(self, step: Step) -> StreamSource:
-        """The same rows, changed: by a preprocessor in Ray Data's own tasks, by a transform as they are read."""
+        """Add a step: a preprocessor runs in Ray Data's own tasks, a transform as rows are read."""
         source = StreamSource(self.dataset, num_rows=self.num_rows)
         source.preprocessor, source.transform = self.preprocessor, self.transform
         if isinstance(step, Preprocess):
@@ -67,7 +67,7 @@ def _preprocessed(step: Preprocess, rows: Columns) -> Columns:
 
 
 def seeds_of_values(rows: Columns, plan: StepPlan, epoch: int) -> np.ndarray:
-    """Seeds of rows without a number, uint64 (n,), computed from seed, split, epoch and the rows' values."""
+    """Seeds of rows without an index, uint64 (n,), computed from seed, split, epoch and the rows' values."""
     digests = [hashlib.blake2b(digest_size=8) for _ in range(rows_in(rows))]
     for _, column in sorted(rows.items()):
         for digest, row in zip(digests, column, strict=True):

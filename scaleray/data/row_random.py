@@ -1,8 +1,8 @@
 """Random numbers for a transform: each row of a block draws from its own seed.
 
-Counter-based (splitmix64, Steele et al. 2014): a number is computed from the row's seed, the number of the call and its
-position in the row, independently of other rows. So a row draws the same numbers in every process, with any other rows,
-on any number of workers and after a resume; and a block is drawn with vector instructions."""
+Counter-based (splitmix64, Steele et al. 2014): a number is computed from the row's seed, the index of the call and its
+position in the row, independently of other rows. A row therefore draws the same numbers in every process, in any block,
+on any number of workers and after a resume, and whole blocks are drawn with vector instructions."""
 
 import math
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # the increment of splitmix64
 
 
 class RowRandom:
-    """Random numbers of the rows of a block. Every method returns arrays whose first dimension is the rows, and new
-    numbers with every call. seeds: one for each row, uint64 (n,)."""
+    """Random numbers for the rows of a block. Each call of a method returns new numbers, in arrays with the rows along
+    the first dimension. seeds: one for each row, uint64 (n,)."""
 
     def __init__(self, seeds: np.ndarray) -> None:
         self.seeds = np.asarray(seeds, dtype=np.uint64)
@@ -40,7 +40,7 @@ class RowRandom:
         return result
 
     def integers(self, low: int, high: int | None = None, shape: int | Sequence[int] = ()) -> np.ndarray:
-        """Whole numbers from `low` to below `high` (from 0 to below `low` if it is alone), int64 (n, *shape).
+        """Integers from `low` to below `high` (from 0 to below `low` if `high` is omitted), int64 (n, *shape).
 
         low, high: numbers, or arrays that broadcast to (n, *shape): a separate limit for each row."""
         first, end = (0, low) if high is None else (low, high)

@@ -1,15 +1,14 @@
-"""Random numbers that are drawn while rows are read: detected at the start, and seeded for each row.
+"""Random numbers drawn while rows are read, which are detected at the start and seeded for each row.
 
 A Dataset draws its random transforms from the global generators of torch, numpy or `random`. These belong to the whole
-process: no thread can have its own, and a thread that seeded them would also seed the dropout of the training in the
-same process. So a source that draws is read only while no other code in its process draws: by Ray tasks, which run one
-at a time in separate processes, or by a worker while its training thread waits for the rows (`blocks.LocalBlocks`).
-There the generators are seeded before each row, from the run's seed, the split, the epoch and the row
-(`StepPlan.row_seeds`), and restored after the last one. A row is then the same in every process, and the training's own
-random numbers do not change.
+process: a thread that seeds them also seeds the dropout of the training. A source that draws is therefore read only
+while no other code in its process draws: by Ray tasks, which run one at a time in separate processes, or by a worker
+while its training thread waits for the rows (`blocks.LocalBlocks`). The generators are seeded before each row, from the
+run's seed, the split, the epoch and the row (`StepPlan.row_seeds`), and restored after the last one. A row is then the
+same in every process, and the training's own random numbers do not change.
 
-A few rows show whether a source draws; one that does not is read ahead in a thread, at no cost. Random numbers from
-anywhere else (a generator object, the operating system, the clock) cannot be seeded, and are reported instead."""
+A few rows show whether a source draws; a source that does not is read ahead in a thread, at no cost. Random numbers
+from elsewhere (a generator object, the operating system, the clock) cannot be seeded, and are reported."""
 
 import contextlib
 import hashlib
@@ -27,24 +26,24 @@ from scaleray.data.source_interface import Columns, Source
 
 ROWS_LOOKED_AT = 8
 READS = 3  # reads of each row: a flip with a chance of one half shows with probability 1 - 4^-8
-UNSEEDED = "random numbers are seeded where they come from the global generators of torch, numpy or `random`"
+UNSEEDED = "random numbers are seeded if they come from the global generators of torch, numpy or `random`"
 
 
 @dataclass(frozen=True)
 class RowValues:
-    """Result of the check that the values of a source's rows can be repeated. difference: evidence that they cannot, as
-    text. advice: the remedy."""
+    """Whether the values of a source's rows are repeatable. difference: evidence that they are not, as text. advice:
+    remedy."""
 
     draw_random_numbers: bool = False
     """Whether rows draw from a global generator of torch, numpy or Python, so that reading must seed it."""
     difference: str = ""
-    advice: str = f"{UNSEEDED}: draw from those"
+    advice: str = f"{UNSEEDED}: draw from these"
     draw_by_row: bool = False
-    """Whether a transform draws from the generator of each row, which needs no seeding."""
+    """Whether a transform draws from the generators of the rows, which need no seeding."""
 
     @property
     def are_repeatable(self) -> bool:
-        """Whether a row has the same values in the same epoch of a run with the same seed, wherever it is read."""
+        """Whether a row always has the same values in the same epoch of a run with the same seed."""
         return not self.difference
 
     @property
@@ -60,15 +59,15 @@ AS_STORED = RowValues()
 
 
 def row_values_of(source: Source) -> RowValues:
-    """Result of the check when the source was made; without one, its rows count as stored."""
+    """Result of the check at the creation of the source; without a check, its rows count as stored."""
     found: RowValues = getattr(source, "row_values", AS_STORED)
     return found
 
 
 def look_at_rows(read_row: Callable[[int], Columns], rows: Sequence[int]) -> RowValues:
-    """Read each of these rows several times under one seed. The generators are restored.
+    """Check rows by reading each several times under one seed. The generators are restored.
 
-    A row that cannot be read is skipped: its error is reported with rank and step when training reads it."""
+    Unreadable rows are skipped; their errors are reported with rank and step when training reads them."""
     draws = False
     with generators_kept():
         for row in rows:
@@ -89,7 +88,7 @@ def look_at_rows(read_row: Callable[[int], Columns], rows: Sequence[int]) -> Row
 
 
 def spread_rows(num_rows: int) -> list[int]:
-    """A few rows, evenly spread from the first to the last."""
+    """Indices of a few rows, evenly spread from the first to the last."""
     return np.unique(np.linspace(0, num_rows - 1, ROWS_LOOKED_AT).astype(int)).tolist() if num_rows else []
 
 
@@ -102,8 +101,8 @@ def rows_to_look_at(source: Source) -> list[int]:
 
 
 def read_alone(source: Source, indices: np.ndarray, seeds: Callable[[], np.ndarray]) -> Columns:
-    """Rows at `indices` (n,) from user code, which may draw random numbers; no other code in this process may draw
-    meanwhile. seeds: returns one seed for each row, uint64 (n,)."""
+    """Read rows at `indices` (n,) from user code that may draw random numbers; no other code in this process may draw
+    at the same time. seeds: returns one seed for each row, uint64 (n,)."""
     if not row_values_of(source).draw_random_numbers:
         with generators_kept():
             before = generator_states()
@@ -117,9 +116,9 @@ def read_alone(source: Source, indices: np.ndarray, seeds: Callable[[], np.ndarr
 
 
 class RowByRow:
-    """User's source whose values are computed: read one row at a time, each under its seed.
+    """A user's source with computed values, read one row at a time, each under its seed.
 
-    A source that can only be read in groups is not read by row, since that would read a whole group for every row."""
+    A source with row groups is not read row by row, since each row would read a whole group."""
 
     def __init__(self, source: Source, row_values: RowValues = RowValues(draw_random_numbers=True)) -> None:
         self.source, self.row_values = source, row_values
@@ -127,11 +126,11 @@ class RowByRow:
         self.tokens_per_row, self.group_sizes = source.tokens_per_row, source.group_sizes
 
     def read(self, indices: np.ndarray) -> Columns:
-        """The rows at `indices` (n,), in that order, under one seed."""
+        """Read the rows at `indices` (n,) in the given order, under one seed."""
         return self.read_seeded(indices, np.zeros(len(indices), np.uint64))
 
     def read_seeded(self, indices: np.ndarray, seeds: np.ndarray) -> Columns:
-        """The rows at `indices` (n,), each under its seed, uint64 (n,)."""
+        """Read the rows at `indices` (n,), each under its seed, uint64 (n,)."""
         if not self.row_values.draw_random_numbers or not len(indices):
             return self.source.read(indices)
         size = 1 if self.group_sizes is None else len(indices)
@@ -143,12 +142,12 @@ class RowByRow:
         return joined(pieces)
 
     def describe(self) -> dict[str, Any]:
-        """The wrapped source's description."""
+        """Description of the wrapped source."""
         return self.source.describe()
 
 
 def with_row_values(source: Source) -> Source:
-    """The user's own source, wrapped if its values must be seeded or are not repeatable."""
+    """Wrap a user's source if its values must be seeded or are not repeatable."""
     # one row of a source with groups reads a whole group
     rows = spread_rows(source.num_rows) if source.group_sizes is None else [0][: source.num_rows]
     found = look_at_rows(lambda row: source.read(np.array([row])), rows)
@@ -159,7 +158,7 @@ def with_row_values(source: Source) -> Source:
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """Context that restores the global generators, including those of GPUs, after any draws or seeding inside."""
+    """Context that restores the global generators, including those of GPUs, on exit."""
     # all of them: in a thread that reads, the current GPU need not be the one of the training
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     from_torch, from_numpy, from_python = generator_states()
@@ -174,7 +173,7 @@ def generators_kept() -> Iterator[None]:
 
 
 def generator_states() -> tuple[torch.Tensor, Any, Any]:
-    """The states of the global generators of torch, numpy and Python."""
+    """States of the global generators of torch, numpy and Python."""
     # not seeding.random_state, which makes tensors for checkpoints: ten times slower, and this is done every step
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
@@ -187,7 +186,7 @@ def have_moved(before: tuple[torch.Tensor, Any, Any]) -> bool:
 
 
 def first_difference(reads: list[Columns]) -> str | None:
-    """Name of the first column that differs between these reads, by shape, type or bits; None if none does."""
+    """Name of the first column that differs between these reads in shape, type or bits; None if all are equal."""
     first, *others = reads
     for name, values in first.items():
         if any(name not in other or _bits(values) != _bits(other[name]) for other in others):

@@ -1,7 +1,7 @@
-"""Samples that make up each step: a pure function of (seed, epoch, step), independent of the number of workers.
+"""Samples of each step: a pure function of (seed, epoch, step), independent of the number of workers.
 
-A worker's part is a contiguous slice of the global batch, so any world size that divides it sees the same samples in
-the same order, and so do workers with unequal parts. Nothing is stored: the position of any sample is computed, so
+A worker's part is a contiguous slice of the global batch. Any world size that divides it, or workers with unequal
+parts, therefore see the same samples in the same order. Nothing is stored: the position of any sample is computed, so
 starting in the middle of an epoch is as cheap as at its beginning."""
 
 import hashlib
@@ -23,13 +23,13 @@ class Permutation:
     """Pseudo-random order of range(size) that can be evaluated anywhere without being stored.
 
     An additive Feistel network over the grid a x b >= size (Black and Rogaway 2002, "Ciphers with arbitrary finite
-    domains"), iterating positions that fall outside the range until they are inside."""
+    domains"), applied repeatedly to positions outside the range until they are inside."""
 
     size: int
     key: int
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """The elements at `positions` (n,), int64 in and out."""
+        """Elements at `positions` (n,), int64 in and out."""
         if self.size <= 1:
             return np.zeros_like(positions)
         values = self._encrypt(positions.astype(np.uint64))
@@ -66,16 +66,16 @@ def _remainder(values: np.ndarray, divisor: np.uint64) -> np.ndarray:
 
 
 def stream_key(seed: int, *names: object) -> int:
-    """A 64-bit key for one named use of the seed; different names give independent streams."""
+    """64-bit key for one named use of the seed; different names give independent streams."""
     text = "/".join(str(part) for part in (seed, *names))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Starting point of a plan that continues another one with a batch of another size.
+    """Starting point of a plan that continues another plan with a different batch size.
 
-    step: number of its first step; epoch and sample: the training's position then, sample counted within the epoch."""
+    step: number of its first step. epoch, sample: the training's position at that step, within the epoch."""
 
     step: int
     epoch: int
@@ -86,8 +86,8 @@ class Origin:
 class StepPlan:
     """Order of the samples of one split.
 
-    group_sizes: rows of each group that is read as one piece (a Parquet row group), or None if any row can be read
-    alone. With groups, the groups are permuted, and rows are shuffled within windows of `window_rows`."""
+    group_sizes: number of rows of each group that is read as one piece (a Parquet row group), or None if any row can be
+    read alone. Groups are permuted, and rows are shuffled within windows of `window_rows`."""
 
     num_samples: int
     global_batch_size: int
@@ -97,19 +97,19 @@ class StepPlan:
     group_sizes: tuple[int, ...] | None = None
     window_rows: int = 100_000
     is_streamed: bool = False
-    """Whether the rows come from a stream with its own order; the plan then only counts them."""
+    """Whether the rows come from a stream with its own order, so that the plan only counts them."""
     given_order: str = ""
-    """Promise in words if rows can only be iterated: the source then decides their order, and the plan the size of a
+    """Guarantee about the order if rows can only be iterated: the source decides their order, the plan the size of a
     step."""
     is_dealt: bool = False
-    """Whether each worker iterates its own rows, as many as each of the others."""
+    """Whether each worker iterates rows of its own, all workers equally many."""
     name: str = field(default="train")
     origin: Origin | None = None
-    """Place from which this plan applies, if the batch size was different before; None: the first step."""
+    """Position from which this plan applies if the batch size was different before; None for the first step."""
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of steps in one epoch, the partial last one included unless dropped."""
+        """Number of steps in one epoch, including a partial last one unless it is dropped."""
         full, rest = divmod(self.num_samples, self.global_batch_size)
         return full if self.drop_last or not rest else full + 1
 
@@ -118,9 +118,9 @@ class StepPlan:
         """Guarantee about the order of samples, as text."""
         if self.is_streamed:
             return (
-                "weak: a Ray Dataset is streamed, so the order of the samples depends on the number of workers; "
-                "random numbers that its own functions draw are not seeded, those of transform(rows, rng) follow from "
-                "seed, epoch and the values of the row"
+                "weak: a Ray Dataset is streamed, so the order of the samples depends on the number of workers; random "
+                "numbers drawn by its own functions are not seeded, those of transform(rows, rng) follow from seed, "
+                "epoch and the values of the row"
             )
         if self.given_order:
             return self.given_order
@@ -139,7 +139,7 @@ class StepPlan:
         return min(self.global_batch_size, self.num_samples - start)
 
     def place(self, step: int) -> tuple[int, int]:
-        """Epoch of this step, and number of samples of that epoch before it."""
+        """Epoch of this step, and number of samples in that epoch before it."""
         if self.origin is None:
             epoch, in_epoch = divmod(step, self.steps_per_epoch)
             return epoch, in_epoch * self.global_batch_size
@@ -156,7 +156,7 @@ class StepPlan:
         return rest // self.global_batch_size if self.drop_last else -(-rest // self.global_batch_size)
 
     def epochs(self, steps: int) -> float:
-        """Number of passes over the data after so many steps, with fraction."""
+        """Number of passes over the data after this many steps, as a fraction."""
         if self.origin is None:
             return steps / self.steps_per_epoch
         epoch, start = self.place(steps)
@@ -167,7 +167,7 @@ class StepPlan:
         return self.samples_at(self.positions(step))
 
     def rank_slice(self, step: int, rank: int, world_size: int, shares: Sequence[int] | None = None) -> slice:
-        """This rank's part of the global batch. In a partial batch the first ranks have one sample more.
+        """This rank's slice of the global batch. In a partial batch, the first ranks may have one more sample.
 
         shares: samples of a full batch by rank, if unequal; a partial batch is cut in proportion."""
         if shares is not None:
@@ -194,7 +194,7 @@ class StepPlan:
         return None
 
     def place_among_own(self, epoch: int, place: int, rank: int, world_size: int) -> int:
-        """Number of this rank's rows that come before position `place` of an epoch."""
+        """Number of this rank's rows before position `place` of an epoch."""
         begin = self.origin.sample if self.origin is not None and self.origin.epoch == epoch else 0
         steps, inside = divmod(place - begin, self.global_batch_size)
         before = begin + steps * self.global_batch_size
@@ -202,7 +202,7 @@ class StepPlan:
         return max(0, before // world_size + inside - (rank * share + min(rank, rest)))
 
     def samples_at(self, positions: np.ndarray) -> np.ndarray:
-        """Sample indices at positions of the endless sequence, int64 (n,). Many at once cost little more than one."""
+        """Sample indices at positions of the endless sequence, int64 (n,). Many at once take little longer than one."""
         result = np.empty_like(positions)
         epochs = positions // self.num_samples
         for epoch in np.unique(epochs):
@@ -211,7 +211,7 @@ class StepPlan:
         return result
 
     def row_seeds(self, positions: np.ndarray) -> np.ndarray:
-        """Seeds for reading the row at each position, uint64 (n,), computed from seed, split, epoch and row alone."""
+        """Seeds for reading the row at each position, uint64 (n,), computed only from seed, split, epoch and row."""
         epochs = positions // self.num_samples
         seeds = self.samples_at(positions).astype(np.uint64)
         for epoch in np.unique(epochs):

@@ -27,20 +27,20 @@ class Source(Protocol):
 
     num_rows: int
     row_bytes: int
-    """Approximate bytes of a row in memory, which decide how many steps one task reads."""
+    """Approximate bytes of a row in memory, which determine how many steps one task reads."""
     tokens_per_row: int | None
     group_sizes: tuple[int, ...] | None
-    """Number of rows of each piece that can only be read whole, in row order; None if any row can be read alone."""
+    """Rows of each piece that can only be read as a whole, in row order; None if any row can be read alone."""
 
     def read(self, indices: np.ndarray) -> Columns:
-        """The rows at `indices` (n,), in that order."""
+        """Read the rows at `indices` (n,), in that order."""
 
     def describe(self) -> dict[str, Any]:
-        """Kind, rows, bytes and SHA-256 (and the part that was hashed), for the run's record."""
+        """Kind, rows, bytes and SHA-256 (with the part that was hashed), for the run's record."""
 
 
 def as_numbers(name: str, value: Any, *, allows_text: bool = False) -> np.ndarray:
-    """A value as an array of numbers for torch. name: of its column. Raises DataError for anything else.
+    """Convert a value to an array of numbers for torch. name: column name. Raises DataError for anything else.
 
     allows_text: also allow text, which a preprocessor or a transform converts to numbers."""
     try:
@@ -48,7 +48,7 @@ def as_numbers(name: str, value: Any, *, allows_text: bool = False) -> np.ndarra
     except ValueError as exc:
         if not isinstance(value, list | tuple):
             raise
-        found = "a nested list of unequal parts"
+        found = "a nested list with parts of unequal length"
         raise DataError(f"column {name}", found, "columns hold numbers", _ADVICE["list"]) from exc
     if allows_text and (array.dtype.kind in "US" or (array.dtype == object and _is_text(array))):
         return array
@@ -61,29 +61,28 @@ def as_numbers(name: str, value: Any, *, allows_text: bool = False) -> np.ndarra
             f"column {name}",
             f"{array.dtype}",
             "columns hold numbers",
-            "encode text or categories as integers first, in the workload's transform() or preprocessor(), or leave "
-            "the column out",
+            "encode text or categories as integers in the workload's transform() or preprocessor(), or omit the column",
         )
     return array
 
 
 _ADVICE = {
-    "NoneType": "fill in the missing values, or leave the row out",
+    "NoneType": "fill in the missing values, or omit the row",
     "Decimal": "convert the column with float() or int()",
     "dict": "make each of its keys a separate column",
     "list": "give rows of one length, or of one dimension that may differ",
 }
-"""Remedy for values of a type, other than converting them to numbers in the workload."""
+"""Remedies by type of value, other than a conversion to numbers in the workload."""
 
 
 def _of_objects(name: str, array: np.ndarray) -> DataError:
-    """Error that names the type and place of the first value that is not a number."""
+    """Error with the type and position of the first value that is not a number."""
     values = array.ravel().tolist()
     is_number = lambda value: isinstance(value, int | float | complex | np.number | np.bool_)
     place = next((n for n, value in enumerate(values) if not is_number(value)), 0)
     kind = type(values[place]).__name__ if values else "object"
     where = f"value {place} of column {name}" if array.ndim else f"column {name}"
-    advice = "convert it to numbers, in datasets() or in the workload's transform() or preprocessor(), or leave it out"
+    advice = "convert it to numbers in datasets() or in the workload's transform() or preprocessor(), or omit it"
     found = "nothing (None)" if kind == "NoneType" else f"a {kind}, {str(values[place])[:40] if values else ''}"
     return DataError(where, found, "columns hold numbers", _ADVICE.get(kind, advice))
 
@@ -93,7 +92,7 @@ def _is_text(array: np.ndarray) -> bool:
 
 
 def as_column(name: str, value: Any, *, allows_text: bool = False) -> Any:
-    """Rows of numbers as an array, or as a Ragged column if their lengths differ. Raises DataError. allows_text: of
+    """Convert rows of numbers to an array, or to Ragged if their lengths differ. Raises DataError. allows_text: see
     `as_numbers`."""
     if isinstance(value, Ragged):
         return value.with_values(as_numbers(name, value.values))
@@ -107,14 +106,14 @@ def as_column(name: str, value: Any, *, allows_text: bool = False) -> Any:
 
 
 def check_dimensions(rows: Sequence[np.ndarray], what: str) -> None:
-    """Raise DataError for rows that differ in their number of dimensions, or that differ and have none."""
+    """Raise DataError for rows with different numbers of dimensions, or different rows without dimensions."""
     dimensions = {row.ndim for row in rows if row.size or row.ndim != 1}
     if len(dimensions) > 1 or 0 in dimensions:
         raise DataError(
             what,
             f"rows of shapes {sorted({row.shape for row in rows})[:4]}",
-            "rows may differ in size, but not in their number of dimensions",
-            "convert them to one form when they are read, such as grey images to colour",
+            "rows may differ in size but not in their number of dimensions",
+            "convert them to one form as they are read, such as grey images to colour",
         )
 
 
@@ -132,13 +131,13 @@ def hash_blocks(blocks: Iterable[Any], *, num_bytes: int) -> str:
 
 
 def array_blocks(array: np.ndarray) -> Iterator[np.ndarray]:
-    """The bytes of an array in C order, in blocks, without a copy of the whole."""
+    """Bytes of an array in C order, in blocks, without a copy of the whole array."""
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     yield from (flat[start : start + HASH_BLOCK_BYTES] for start in range(0, len(flat), HASH_BLOCK_BYTES))
 
 
 def hash_names(files: Sequence[tuple[str, int]]) -> str:
-    """SHA-256 of names and sizes in bytes, for files that are too large to be read at every start."""
+    """SHA-256 of names and sizes in bytes, for files that are too large to read at every start."""
     # names that are not UTF-8 come from the system as surrogates
     return hashlib.sha256(
         "\n".join(f"{path} {size}" for path, size in files).encode(errors="surrogateescape")

@@ -1,7 +1,7 @@
-"""Sources of rows. A source reads any rows by index; the step plan decides their order and shares.
+"""Sources of rows. A source reads any rows by index; the step plan determines their order and each rank's part.
 
-A source is put once into the Ray object store and is read by Ray tasks on any node, so it must be picklable, and a path
-inside it must be visible on every node."""
+A source is stored once in the Ray object store and is read by Ray tasks on any node, so it must be picklable, and its
+paths must be accessible on every node."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ READ_ONLY = "read-only"  # in every error of numpy for an array that must not be
 
 
 class ArraySource:
-    """Arrays in memory: a dict of numpy arrays or CPU tensors with equal first dimensions, or of lists of arrays, whose
-    rows may differ in length."""
+    """Arrays in memory: a dict of numpy arrays or CPU tensors with equal first dimensions, or of lists of unequal
+    arrays."""
 
     group_sizes: tuple[int, ...] | None = None
     row_s = 0.0
-    """Seconds to read a row: it is copied."""
+    """Seconds to read a row, which is only copied."""
     notes: tuple[str, ...] = ()
-    """Notes for the user on reading these rows, for the start of a run and its record."""
+    """Notes for the user about reading these rows, shown at the start of a run and recorded."""
     beside: Mapping[str, Sequence[Any]] = {}
-    """Columns that identify rows for people but are not in batches, such as names of files."""
+    """Columns that identify rows for readers and are not in batches, such as file names."""
 
     def __init__(
         self, arrays: Mapping[str, Any], *, tokens_per_row: int | None = None, allows_text: bool = False
@@ -53,12 +53,12 @@ class ArraySource:
         found = {name: as_column(name, value, allows_text=allows_text) for name, value in arrays.items()}
         self.arrays: Columns = {n: c if isinstance(c, Ragged) else np.asarray(c, order="C") for n, c in found.items()}
         if not self.arrays:
-            raise DataError.problem("an array source", "lacks columns: it needs at least one array")
+            raise DataError.problem("an array source", "has no columns: at least one array is needed")
         lengths = {n: len(array) if isinstance(array, Ragged) or array.ndim else -1 for n, array in self.arrays.items()}
         if len(set(lengths.values())) != 1 or -1 in lengths.values():
             raise DataError.problem(
                 "an array source",
-                f"has columns of {lengths} rows: all need the same number of rows",
+                f"has columns of {lengths} rows: all must have the same number of rows",
                 "check the first dimension of each array",
             )
         self.num_rows = next(iter(lengths.values()))
@@ -67,7 +67,7 @@ class ArraySource:
         self.ragged_columns = tuple(name for name, array in self.arrays.items() if isinstance(array, Ragged))
         by_column = [self.arrays[name].lengths for name in self.ragged_columns]
         self.lengths = np.max(by_column, axis=0) if by_column else None
-        """Length of each row (its longest column); None if all rows have the same."""
+        """Length of each row (its longest column); None if all rows have the same length."""
 
     def read(self, indices: np.ndarray) -> Columns:
         return {name: array[indices] for name, array in self.arrays.items()}
@@ -97,12 +97,12 @@ class ArraySource:
 
 
 class TokenSource:
-    """One long sequence of tokens or bytes, cut into samples of `sequence_length` + 1 (input and its next tokens).
+    """A long sequence of tokens or bytes, cut into samples of `sequence_length` + 1 tokens (input and next tokens).
 
     tokens: a one-dimensional integer array in memory, or the path of a raw binary file of `dtype`, read by memory map.
-    Rows overlap by one token, so that every token but the first is predicted once an epoch. Column: `tokens`. lanes:
-    cut the sequence into so many contiguous parts of equal length, such that each row continues the one `lanes` rows
-    before it, for `scaleray.CarriedState`; columns `lane` and `place` number the part and the row in it."""
+    Rows overlap by one token, so that every token except the first is predicted once per epoch. Column: `tokens`.
+    lanes: cut the sequence into this many contiguous parts of equal length, so that each row continues the row `lanes`
+    before it, for `scaleray.CarriedState`; the columns `lane` and `place` number the part and the row within it."""
 
     group_sizes: tuple[int, ...] | None = None
     row_s = 0.0
@@ -164,8 +164,8 @@ class TokenSource:
 class DatasetSource:
     """A map-style torch Dataset whose items are tuples or dicts of numbers, arrays or tensors, of any size.
 
-    Tuples arrive in the loss as tuples, dicts as dicts. A few items show whether they draw random numbers. as_given:
-    recorded before any split was read; None records it now."""
+    The loss receives tuples as tuples, dicts as dicts. A few items show whether they draw random numbers. as_given:
+    state recorded before any split was read; None records it now."""
 
     group_sizes: tuple[int, ...] | None = None
     tokens_per_row: int | None = None
@@ -177,7 +177,7 @@ class DatasetSource:
         self.dataset, self.allows_text = dataset, allows_text
         self.num_rows = length_of(dataset)
         self.lengths = getattr(dataset, "lengths", None)
-        """Length of each row, if the Dataset has them as an attribute `lengths`."""
+        """Length of each row, if the Dataset has an attribute `lengths`."""
         with generators_kept():
             first = self._item(0) if self.num_rows else ()
         if self.num_rows and self.as_given.problem is not None:
@@ -197,9 +197,9 @@ class DatasetSource:
 
         self.row_values = look_at_rows(timed_row, spread_rows(self.num_rows))
         self.ragged_columns = tuple(name for name, found in shapes.items() if len(found) > 1)
-        """Columns in which a few rows differ in length."""
+        """Columns whose rows differ in length, judged by a few rows."""
         self.row_s = statistics.median(seconds.values()) if seconds else 0.0
-        """Seconds to read a row: the median of a few."""
+        """Seconds to read a row, as the median of a few rows."""
 
     def read(self, indices: np.ndarray) -> Columns:
         """Read the rows at `indices` (n,), in that order; random transforms run under one seed."""
@@ -209,7 +209,7 @@ class DatasetSource:
 
     def read_seeded(self, indices: np.ndarray, seeds: np.ndarray) -> Columns:
         """Read the rows at `indices` (n,), each under its seed, uint64 (n,). No other code may draw random numbers
-        meanwhile.
+        during this.
         """
         with generators_kept():
             return self._filled(self._seeded_rows(indices, seeds), len(indices))
@@ -219,7 +219,7 @@ class DatasetSource:
             yield self._row(int(index), int(seed))
 
     def _filled(self, rows: Iterator[Columns], num_rows: int) -> Columns:
-        """Columns of so many rows, each written into its place as soon as it is read, if rows have equal lengths."""
+        """Columns of this many rows. Rows of equal length are written into their places as soon as they are read."""
         columns: Columns = {}
         uneven: dict[str, list[np.ndarray]] = {name: [] for name in self.ragged_columns}
         for number, row in enumerate(rows):
@@ -253,7 +253,7 @@ class DatasetSource:
         }
 
     def _row(self, index: int, seed: int | None = None) -> Columns:
-        """Copy of a row, read under this seed and a lock."""
+        """Copy of a row, read under the given seed and a lock."""
         with TURNS, no_exit(f"{type(self.dataset).__name__}.__getitem__({index})"):
             if seed is not None:
                 seed_row(seed)
@@ -272,7 +272,7 @@ class DatasetSource:
             return call_user_code(lambda: self.dataset[index], what=what, doing="reading the data")
 
     def _check_other_threads(self) -> None:
-        """Raise DataError for a Dataset that can be read only in the thread that made it."""
+        """Raise DataError for a Dataset that can be read only in the thread that created it."""
         errors: list[Exception] = []
 
         def read() -> None:
@@ -292,7 +292,7 @@ class DatasetSource:
             raise DataError(problem.what, problem.found, allowed, hint) from errors[0]
 
     def __copy__(self) -> DatasetSource:
-        """Another source of the same object."""
+        """Another source for the same object."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         return other
@@ -305,7 +305,7 @@ class DatasetSource:
         self.dataset = self.as_given.copy()
 
     def _own_columns(self, item: Any) -> Columns:
-        """Copy of a row, which may be the Dataset's own memory and change with the next read."""
+        """Copy of a row, as its memory may belong to the Dataset and change with the next read."""
         return {name: values.copy() for name, values in self._columns_of(item).items()}
 
     def _columns_of(self, item: Any) -> Columns:
@@ -315,17 +315,17 @@ class DatasetSource:
 
 
 def length_of(dataset: Any) -> int:
-    """Number of rows that a Dataset reports. Raises WorkloadError if its `__len__` returns none."""
+    """Number of rows that a Dataset reports. Raises WorkloadError if its `__len__` does not return one."""
     what = f"{type(dataset).__name__}.__len__()"
     try:
         return int(call_user_code(lambda: len(dataset), what=what, doing="reading the data"))
     except WorkloadError as exc:
         failed = exc.allowed.partition(": ")[0]
-        text = f"{failed}: it must return the number of rows, an int from 0"
+        text = f"{failed}: it must return the number of rows, an int of at least 0"
         raise WorkloadError.problem(what, text, exc.hint) from exc.__cause__
 
 
 IN_MEMORY = (ArraySource, TokenSource)
-"""Sources whose rows are in memory or in a mapped file, so reading is copying."""
+"""Sources whose rows are in memory or in a mapped file, so that reading only copies them."""
 STORED = (ArraySource, TokenSource, ParquetSource)
-"""Sources that only scaleray reads, and whose rows are the stored values."""
+"""Sources that are read by scaleray's code alone and whose rows are the stored values."""

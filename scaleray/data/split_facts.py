@@ -1,4 +1,4 @@
-"""Facts about one split of the data, for code that does not hold its rows."""
+"""Facts about one split of the data, for code that does not have its rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHEAP_ROW_S = 50e-6  # a task hands a row over in about that time, and decoding 
 
 @dataclass(frozen=True)
 class Split:
-    """Facts about one split for workers that do not hold its rows."""
+    """Facts about one split, for workers that do not have its rows."""
 
     name: str
     num_rows: int
@@ -38,21 +38,21 @@ class Split:
     row_s: float | None = None
     """Measured seconds to read a row, if any."""
     is_sequential: bool = False
-    """Whether its rows can only be iterated, so every worker reads all of them unless they are dealt out."""
+    """Whether its rows can only be iterated, so that every worker reads all of them unless the dataset divides them."""
     dealt_by: str = ""
-    """How its rows are dealt out to the workers that train on them; "" if they are not."""
+    """How the dataset divides its rows among training workers; "" if it does not."""
     lengths: Lengths | None = None
-    """Lengths of the rows, if the source has them."""
+    """Lengths of the rows, if the source provides them."""
     lanes: int | None = None
-    """Number of contiguous parts whose rows continue each other at this distance; None: rows are independent."""
+    """Number of contiguous parts: each row continues the one that many rows before. None if rows are independent."""
     collate: CollateCheck | None = None
     """Result of calling the workload's `collate` on a few rows, if it has one."""
     transform: Step | None = None
-    """Changes to the rows of a Ray Dataset after Ray Data has read them."""
+    """Steps that change the rows of a Ray Dataset after Ray Data has read them."""
 
     @classmethod
     def of(cls, name: str, source: Source, workload: Any = None) -> Split:
-        """Collect the facts of a source, and, with a workload, those of its `collate`, which is called for that."""
+        """Collect facts about a source and, if a workload is given, about its `collate`, which is called for this."""
         values, collate = row_values_of(source), CollateCheck.at(workload, source)
         if collate is not None and not collate.is_repeatable and not values.difference:
             values = dataclasses.replace(values, difference=collate.why_in_turn, advice=COLLATE_ADVICE)
@@ -77,7 +77,7 @@ class Split:
 
     @property
     def size(self) -> DataSize:
-        """Size of the data, for a recipe."""
+        """Size of the data, for deriving a recipe."""
         lengths = self.lengths
         packed = (None, None) if lengths is None else (lengths.total, lengths.longest)
         return DataSize(self.num_rows, self.tokens_per_row, *packed)
@@ -93,7 +93,7 @@ class Split:
         return "worker" if self.is_in_memory or is_cheap else "ray"
 
     def reading(self, readers: str) -> dict[str, Any]:
-        """Reader of the rows for this value of `data.readers`, and the measured time of a row, for a run's record."""
+        """Reader of the rows for this value of `data.readers`, and the measured time per row, for a run's record."""
         found: dict[str, Any] = {"read_by": self.read_by(readers)}
         if self.row_s is not None:
             found["row_us"] = round(1e6 * self.row_s, 1)
@@ -103,8 +103,7 @@ class Split:
 
 
 def lengths_of(source: Source) -> Lengths | None:
-    """Lengths of a source's rows, before any transform, if it has them. Raises DataError for lengths that do not match
-    its rows."""
+    """Lengths of a source's rows before any transform, if any. Raises DataError if they do not match the rows."""
     values = getattr(under_transforms(source), "lengths", None)
     if values is None:
         return None
@@ -112,7 +111,7 @@ def lengths_of(source: Source) -> Lengths | None:
     if len(lengths) != source.num_rows or (len(lengths) and lengths.values.min() < 0):
         raise DataError.problem(
             "the lengths of the rows",
-            f"must be {source.num_rows} numbers from 0, one per row: there are {len(lengths)}, the smallest of them "
-            f"{lengths.values.min(initial=0)}",
+            f"must be {source.num_rows} non-negative numbers, one per row: there are {len(lengths)}, and the smallest "
+            f"is {lengths.values.min(initial=0)}",
         )
     return lengths

@@ -1,7 +1,7 @@
 """Stream of one rank's batches from a source and a step plan, in exact order, read ahead of training.
 
-Rows are read in chunks of several steps: by Ray tasks, so that reading and decoding run on any node, or by a
-thread of this process, which reads the same chunks.
+Rows are read in chunks of several steps: by Ray tasks, so that reading and decoding run on any node, or by a thread of
+this process.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ GROUP_BYTES = 2**22  # small batches are handed over together: waking the other 
 
 
 Delivery = list[RankBatch] | BaseException | None
-"""Batches that follow one another, an error, or the end."""
+"""Consecutive batches, an error, or None for the end."""
 
 
 class _Deliveries(queue.Queue[Delivery]):
@@ -54,16 +54,16 @@ def _size(item: Delivery) -> int:
 
 
 class StepStream:
-    """Iterator over the RankBatches of a part, which may be divided again; a thread reads ahead. `waited_s` is the time
-    spent waiting so far, in seconds.
+    """Iterator over the RankBatches of a part, which may be divided again; a thread reads ahead. `waited_s` is the
+    total waiting time in seconds.
 
     LocalBlocks that must be read alone are not read ahead: the thread reads a batch while its consumer waits and draws
-    no random numbers. Everything else is unchanged, such as the limit on the wait.
+    no random numbers. Everything else is the same, such as the limit on the wait.
 
     open_blocks: returns the rows of a part, for a consumer whose Demand it may watch. timeout_s: limit on the wait for
-    a batch. others_wait_s: seconds that the other workers currently wait for this one; the wait stays below it, or they
-    would fail first, in a collective. explain_wait: called when the first batches are late; returns a sentence for the
-    user, or None."""
+    a batch. others_wait_s: seconds after which other workers stop waiting for this one; the wait stays below this, as
+    they would otherwise fail first, in a collective. explain_wait: called when the first batches are late; returns a
+    sentence for the user, or None."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class StepStream:
     def cut(self, step: int, shares: tuple[int, ...] | None) -> None:
         """Switch this rank to the batches of these shares from `step` on, which must be the next step.
 
-        Batches that were read ahead are dropped. The old reader has `timeout_s` to leave the source, which need not
+        Batches that were read ahead are dropped. The old reader has `timeout_s` to release the source, which need not
         support two readers."""
         started = time.perf_counter()
         self.close(wait_s=self._timeout_s)
@@ -95,7 +95,7 @@ class StepStream:
         self.waited_s += time.perf_counter() - started
 
     def _start(self, part: Part) -> None:
-        """Start to read a part ahead, with a new queue and thread."""
+        """Start reading a part ahead, with a new queue and thread."""
         self._part, self._is_finished = part, False
         made_bytes = 0 if self._collate is None else self._collate.row_bytes
         step_bytes = max(1, part.rows_per_step * (self._row_bytes + made_bytes))
@@ -131,7 +131,7 @@ class StepStream:
         return self._ready.popleft()
 
     def close(self, *, wait_s: float = 0.0) -> None:
-        """Stop reading ahead, and wait up to `wait_s` until the source has no reader. Safe to call twice."""
+        """Stop reading ahead, and wait up to `wait_s` until no thread reads the source. Safe to call twice."""
         self._demand.is_closed.set()
         self._ready.clear()
         while not self._queue.empty():
@@ -155,15 +155,15 @@ class StepStream:
                     reason = self._explain_wait() or "its source is slow"
                     limit = f"data.timeout_s is {self._timeout_s:g}"
                     if limit_s < self._timeout_s:
-                        limit += f", but the other workers wait only {limit_s:g} s, by scale.collective_timeout_s"
+                        limit += f"; the other workers wait only {limit_s:g} s, by scale.collective_timeout_s"
                     raise InputStarvedError(f"no input for {waited:.0f} s ({limit}): {reason}") from None
 
 
 def _groups(
     blocks: Iterable[Columns], part: Part, demand: Demand, most: int, collate: CollateAhead | None
 ) -> Iterator[list[RankBatch]]:
-    """Cut blocks into the batches of a part: at most `most` together. An available batch does not wait for one that
-    must be read or collated rather than copied."""
+    """Cut blocks into groups of at most `most` batches of a part. An available batch does not wait for one that must be
+    read or collated rather than copied."""
     reads_ahead = not (isinstance(blocks, LocalBlocks) and blocks.is_read_alone)
     copies = isinstance(blocks, LocalBlocks) and blocks.is_in_memory and collate is None
     steps = range(part.first_step, part.last_step)
@@ -196,7 +196,7 @@ def _groups(
 
 
 def _original_error(exc: BaseException) -> BaseException:
-    """The error of scaleray that the reading code raised, without the layers that Ray wraps around it; other errors
+    """The scaleray error raised by the reading code, without the layers that Ray wraps around it. Other errors are
     unchanged, since Ray's text names the user's line."""
     seen: list[BaseException] = []
     current: BaseException | None = exc

@@ -1,7 +1,7 @@
 """Rows of WebDataset tar shards, read by index: the files of a row share a name up to its first dot.
 
-The shards are indexed once, at the start, from their headers. So any worker can read rows in any order, and the order
-of the samples is exact, as for every source that is read by index."""
+The shards are indexed once, at the start, from their headers. Any worker can then read rows in any order, and the order
+of samples is exact, as for every source that is read by index."""
 
 import io
 import json
@@ -25,9 +25,9 @@ IMAGES = ("jpg", "jpeg", "png", "webp")
 class TarSource(DatasetSource):
     """Tar shards, local or s3://: a file, a folder of .tar files, or a list of them.
 
-    A file of a row is a column by the ending of its name: .npy an array, .cls and .id a whole number, .jpg, .png and
-    .webp an image as uint8 (height, width, channels), .txt text, .json its numbers by key, as `json.key`; .bin bytes.
-    columns: the endings to read; None reads all. decoders: functions of the bytes by ending, instead of these."""
+    Each file of a row is a column, named and decoded by its extension: .npy array, .cls and .id integer, .jpg, .png and
+    .webp image as uint8 (height, width, channels), .txt text, .json numbers by key, as columns `json.key`, .bin bytes.
+    columns: extensions to read; None reads all. decoders: functions of the bytes, by extension, that replace these."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Shards:
         endings = list(dict.fromkeys(ending for _, _, files in self.rows for ending in files))
         missing = [name for name in columns or () if name not in endings]
         if missing or not self.rows:
-            text = f"have no {', '.join(missing) or 'rows'}: they have the endings {', '.join(endings)}"
+            text = f"have no {', '.join(missing) or 'rows'}: they have the extensions {', '.join(endings)}"
             raise DataError.problem("the tar shards", text)
         self.columns = list(columns) if columns is not None else endings
         for number, key, files in self.rows:
@@ -79,7 +79,7 @@ class Shards:
                 raise DataError.problem(
                     f"row {key} of {self.uris[number]}",
                     f"lacks .{lacking[0]}: every row needs the same files",
-                    "write it again, or name the columns that all rows have",
+                    "write it again, or set columns to those that all rows have",
                 )
         known = {*IMAGES, "json", "txt", "cls", "id", "npy", "bin"}
         for ending in self.columns:
@@ -88,7 +88,7 @@ class Shards:
                     f"the ending .{ending}",
                     "not known",
                     f"there are: {', '.join(sorted(known))}",
-                    f"give decoders={{{ending!r}: function of the bytes}}, or leave it out of columns",
+                    f"give decoders={{{ending!r}: function of the bytes}}, or omit it from columns",
                 )
 
     def __len__(self) -> int:
@@ -103,7 +103,7 @@ class Shards:
             file.seek(offset)
             content = file.read(size)
             if len(content) != size:
-                raise DataError(f"row {key} of {self.uris[number]}", "cut short", "the shard changed since the start")
+                raise DataError(f"row {key} of {self.uris[number]}", "cut short", "the shard changed after the start")
             try:
                 row.update(_decoded(ending, content, self.decoders.get(ending)))
             except DataError:
@@ -161,7 +161,7 @@ def _tar_files(given: str | Path) -> list[str]:
         raise DataError("the path of tar shards", uri, f"it cannot be opened: {exc}") from exc
     names = sorted(file.path for file in found if file.is_file and file.path.endswith(".tar"))
     if not names:
-        raise DataError("the path of tar shards", uri, "it holds no .tar file")
+        raise DataError("the path of tar shards", uri, "it contains no .tar file")
     return [uri.rstrip("/") + name[len(root.rstrip("/")) :] for name in names]
 
 

@@ -1,8 +1,8 @@
-"""Sources whose rows a workload's `transform(rows, rng)` changes as they are read, in the process that reads them.
+"""Sources whose rows are changed by a workload's `transform(rows, rng)` as they are read, in the reading process.
 
-A transform takes the columns of a block of rows and returns columns of as many rows. It draws random numbers for each
-row from `rng` (`row_random.RowRandom`), so a row is the same in any block, on any number of workers and after a resume.
-This is checked on a few rows when the data are loaded."""
+A transform takes the columns of a block of rows and returns columns with the same number of rows. It draws random
+numbers for each row from `rng` (`row_random.RowRandom`), so a row is the same in any block, on any number of workers
+and after a resume. This is checked on a few rows when the data are loaded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from scaleray.data.user_dataset import TURNS
 from scaleray.errors import WorkloadError
 from scaleray.workload import call_user_code, own_method, user_frames
 
-ADVICE = "draw from rng, for each row, and compute a row only from itself"
+ADVICE = "draw random numbers from rng, and compute each row only from itself"
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Transform:
 
     @classmethod
     def of(cls, workload: Any, split: str) -> Transform | None:
-        """The workload's transform, or None if it has none. Raises WorkloadError for other parameters."""
+        """The workload's transform, or None if it has none. Raises WorkloadError if its parameters are wrong."""
         method = own_method(workload, "transform")
         if method is None:
             return None
@@ -73,7 +73,7 @@ class Transform:
         return cls(method, split, "split" in inspect.signature(method).parameters, where)
 
     def __call__(self, rows: Columns, rng: RowRandom) -> Columns:
-        """The transformed rows. Raises WorkloadError if they are not columns of as many rows."""
+        """Transform rows. Raises WorkloadError if the result is not columns with the same number of rows."""
         more = {"split": self.split} if self.takes_split else {}
         # in place is allowed: memory that others hold, or that cannot be written, is copied
         own = {name: _writable(column) for name, column in rows.items()}
@@ -84,7 +84,7 @@ class Transform:
 
 
 def checked_rows(given: Any, num_rows: int, *, what: str, allows_text: bool = False) -> Columns:
-    """Columns that user code made from so many rows. Raises WorkloadError if they are not columns of as many rows."""
+    """Check columns returned by user code. Raises WorkloadError if they do not have the given number of rows."""
     if not isinstance(given, Mapping) or not given:
         allowed = "it must return a dict of columns: arrays with the rows along dimension 0"
         found = "an empty one" if isinstance(given, Mapping) else f"a {type(given).__name__}"
@@ -96,22 +96,21 @@ def checked_rows(given: Any, num_rows: int, *, what: str, allows_text: bool = Fa
             f"the result of {what}",
             f"has columns of {', '.join(f'{number} rows ({name})' for name, number in lengths.items())}: "
             f"it received {num_rows} rows, and must return as many in every column",
-            "the rows of a step are decided before they are read: leave rows out in datasets(), and weight them in "
-            "the loss",
+            "the rows of a step are chosen before they are read: filter rows in datasets(), or weight them in the loss",
         )
     return columns
 
 
 class Step(Protocol):
-    """Interface of a step that changes rows as they are read: a Transform, or a Preprocess."""
+    """Interface of a step that changes rows as they are read: a Transform or a Preprocess."""
 
     @property
     def kind(self) -> str:
-        """Its name for the user: `transform` or `preprocessor`."""
+        """Kind of step, for the user: `transform` or `preprocessor`."""
 
     @property
     def name(self) -> str:
-        """Name for the record."""
+        """Name of the step for the record."""
 
     @property
     def where(self) -> str:
@@ -119,14 +118,14 @@ class Step(Protocol):
 
     @property
     def is_of_scaleray(self) -> bool:
-        """Whether its code belongs to this package, which any number of threads may run."""
+        """Whether its code belongs to this package; any number of threads may run such code."""
 
     def __call__(self, rows: Columns, rng: RowRandom) -> Columns:
-        """The changed rows, as many as before."""
+        """Change rows; their number stays the same."""
 
 
 class Transformed:
-    """Source whose rows go through a transform, or another step. Raises WorkloadError if it fails on the first rows."""
+    """Source whose rows go through a transform or another step. Raises WorkloadError if it fails on the first rows."""
 
     def __init__(self, source: Source, transform: Step) -> None:
         self.source, self.transform = source, transform
@@ -149,7 +148,7 @@ class Transformed:
         self.draws_elsewhere, self.reuses_memory = look.draws_elsewhere, look.reuses_memory
         self.row_bytes = max(1, sum(column.nbytes for column in look.columns.values()) // len(few))
         self.ragged_columns = tuple(n for n, column in look.columns.items() if isinstance(column, Ragged))
-        """Columns in which a few rows differ in length."""
+        """Columns whose rows differ in length, judged by a few rows."""
         self.gives_tuples = getattr(source, "gives_tuples", False) and set(look.columns) == set(
             map(str, range(len(look.columns)))
         )
@@ -158,12 +157,12 @@ class Transformed:
         """Seconds to read and transform a row; None if reading was not measured."""
 
     def read(self, indices: np.ndarray) -> Columns:
-        """The rows at `indices` (n,), in that order, with random numbers that depend only on the index."""
+        """Read the rows at `indices` (n,), in that order, with random numbers that depend only on the index."""
         # without keeping the generators: the thread that reads would put back what the training has drawn meanwhile
         return self.changed(self.source.read(indices), mixed(indices.astype(np.uint64)))
 
     def changed(self, rows: Columns, seeds: np.ndarray) -> Columns:
-        """Transformed rows of the source below, each under its seed, uint64 (n,)."""
+        """Transform rows of the wrapped source, each under its seed, uint64 (n,)."""
         rows = with_ragged(rows, self._ragged_before)
         # ours read by no handle, and decode images for long
         turn = contextlib.nullcontext() if self.transform.is_of_scaleray else TURNS
@@ -174,12 +173,12 @@ class Transformed:
             return with_ragged(changed, self.ragged_columns)
 
     def describe(self) -> dict[str, Any]:
-        """Description of the source below, with the name of the step that changes its rows."""
+        """Description of the wrapped source, with the name of the step that changes its rows."""
         return {**self.source.describe(), self.transform.kind: self.transform.name}
 
 
 def under_transforms(source: Source) -> Source:
-    """The source of the rows, before any transform."""
+    """The innermost source of the rows, below all transforms."""
     return under_transforms(source.source) if isinstance(source, Transformed) else source
 
 
@@ -196,7 +195,7 @@ class _TransformCheck:
 
 
 def _check_transform(transform: Step, rows: Columns, seeds: np.ndarray) -> _TransformCheck:
-    """Transform a few rows, twice together and once in two parts. The generators are restored."""
+    """Check a transform on a few rows, twice together and once in two parts. The generators are restored."""
     rng, everything = RowRandom(seeds), np.arange(len(seeds))
     with generators_kept():
         before = generator_states()
@@ -216,9 +215,9 @@ def _check_transform(transform: Step, rows: Columns, seeds: np.ndarray) -> _Tran
             line = _line_that_draws(lambda: transform(_rows(rows, everything), RowRandom(seeds)))
             difference = f"{transform.kind}() draws from the generators of the process, at {line or transform.where}"
         elif (column := first_difference([first, again])) is not None:
-            difference = f"{which} returns another column {column} for the same rows and rng"
+            difference = f"{which} returns a different column {column} for the same rows and rng"
         elif (column := first_difference([first, joined(parts)])) is not None:
-            difference = f"{which} returns another column {column} if fewer rows are read together"
+            difference = f"{which} returns a different column {column} if fewer rows are read together"
     return _TransformCheck(first, draws_elsewhere, rng.has_drawn, difference, row_s, reuses_memory)
 
 
@@ -247,7 +246,7 @@ def _place(filename: str, line: int) -> str:
 
 
 def _line_that_draws(call: Callable[[], Any]) -> str:
-    """File and line of the user's first statement that moves a global generator; empty if none is found."""
+    """File and line of the user's first statement that advances a global generator; empty if none is found."""
     before, found = generator_states(), ""
     lines: dict[Any, int] = {}
 

@@ -1,8 +1,8 @@
-"""A user's Dataset as `datasets()` returned it, before any row was read, and a lock for the threads that read it.
+"""A user's Dataset as returned by `datasets()`, before any row was read, and a lock for the threads that read it.
 
-Reading a row changes many Datasets: an open file, a cached shard, a cursor. So the state to send to other processes is
-recorded before the first row is read. In one process the readers of user code take turns, row by row: two splits may
-share a handle, directly or through a cache, a class or a module."""
+Reading a row changes the state of many Datasets: an open file, a cached shard, a cursor. The state to send to other
+processes is therefore recorded before the first row is read. Within a process, readers of user code take turns row by
+row, as two splits may share a handle, directly or through a cache, a class or a module."""
 
 import io
 import pickle
@@ -17,15 +17,15 @@ import torch
 from scaleray.errors import DataError, text_of
 
 SHARED = (np.ndarray, torch.Tensor, type, types.FunctionType, types.ModuleType)
-"""Types whose objects are not copied: memory of any size, and code. Arrow tables are neither."""
+"""Types whose objects are not copied: memory of any size, and code. Arrow tables are not among them."""
 DEPTH = 6  # levels of attributes that are searched for the one that cannot be pickled
 ITEMS = 8  # items of a list or dict that are searched
 
 
 class AsGiven:
-    """The state of a Dataset as pickled bytes, next to its arrays and code, which are shared with the original.
+    """State of a Dataset as pickled bytes, and its arrays and code, which are shared with the original.
 
-    problem: error for a Dataset that cannot be pickled; its `copy` and its pickling raise it.
+    problem: error for a Dataset that cannot be pickled, raised by `copy` and by pickling.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -51,7 +51,7 @@ class AsGiven:
 
 
 class _Turns:
-    """Reentrant lock that waiting threads get in turn: a reader of many rows does not block another one."""
+    """Reentrant lock that waiting threads get in turn, so that a reader of many rows does not block others."""
 
     def __init__(self) -> None:
         self._next, self._turn, self._owner, self._depth = threading.Lock(), threading.RLock(), 0, 0
@@ -73,7 +73,7 @@ class _Turns:
 
 
 TURNS = _Turns()
-"""Turns of this process's threads in user code that reads rows."""
+"""Lock for all threads of this process that read rows through user code."""
 
 
 def refuse_unsendable(sources: Mapping[str, Any]) -> None:
@@ -84,7 +84,7 @@ def refuse_unsendable(sources: Mapping[str, Any]) -> None:
 
 
 def problem_of(source: Any) -> DataError | None:
-    """Reason why the Dataset below a source cannot be sent to another process; None if it can."""
+    """Error for a source whose Dataset cannot be sent to another process; None if it can."""
     while hasattr(source, "transform") and hasattr(source, "source"):
         source = source.source
     given = getattr(source, "as_given", None)
@@ -96,13 +96,13 @@ def _writable(value: Any) -> Any:
 
 
 def _own_counter(value: Any) -> Any:
-    """A copy of a number shared by processes, such as the epoch of a Hugging Face stream; other values unchanged."""
+    """A private copy of a number shared by processes, such as a Hugging Face stream's epoch; other values unchanged."""
     is_counter = isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_shared()
     return value.clone() if is_counter else value
 
 
 def _shared_object(number: int) -> Any:
-    """Name in the pickled bytes of an object that is shared; `_Unpickler` replaces it."""
+    """Name that stands for a shared object in the pickled bytes; `_Unpickler` replaces it."""
     raise pickle.UnpicklingError(f"object {number} is missing")
 
 
@@ -149,13 +149,13 @@ def _problem(dataset: Any, error: Exception) -> DataError:
         what,
         f"a {kind.__module__}.{kind.__qualname__}",
         f"it cannot be sent to other processes ({text_of(error)})",
-        "open it in __getitem__ when the first row is read: set it to None in __init__, or leave it out in "
-        "__getstate__; --local with one worker reads it in this process",
+        "open it in __getitem__ when the first row is read: set it to None in __init__, or omit it in __getstate__; "
+        "--local with one worker reads it in this process",
     )
 
 
 def _unpicklable(owner: Any, depth: int) -> Iterator[tuple[str, str, Any]]:
-    """Attributes that cannot be pickled, the innermost first: class of the owner, name, value."""
+    """Attributes that cannot be pickled, innermost first: class of the owner, name, value."""
     for name, value in getattr(owner, "__dict__", {}).items():
         items = {name: value}
         if isinstance(value, list | tuple):

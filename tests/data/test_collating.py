@@ -167,7 +167,7 @@ class Unrepeatable(Sequences):
     [
         (Drawing, r"collate\(\) at .*test_collating.py:\d+ draws from the generators of the process"),
         (Counting, r"collate\(\) at .*test_collating.py:\d+ changes the workload \(calls\)"),
-        (Unrepeatable, r"collate\(\) at .*test_collating.py:\d+ returns another batch for the same rows"),
+        (Unrepeatable, r"collate\(\) at .*test_collating.py:\d+ returns different batches for the same rows"),
     ],
 )
 def test_what_cannot_be_made_ahead_is_made_in_turn_and_said_with_its_line(workload, words):

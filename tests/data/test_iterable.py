@@ -113,12 +113,12 @@ def test_an_epoch_is_told_to_a_dataset_that_wants_to_know():
 def test_a_dataset_without_a_length_is_counted_once_and_a_long_one_asks_for_it(monkeypatch):
     assert as_source(Endless(), split="train").num_rows == NUM
     monkeypatch.setattr(iterable, "COUNT_S", -1.0)
-    with pytest.raises(DataError, match="give it __len__, the number of rows of an epoch"):
+    with pytest.raises(DataError, match="define __len__ as the number of rows in an epoch"):
         as_source(Endless(), split="train")
 
 
 def test_an_iterator_and_a_stream_that_ends_early_are_refused():
-    with pytest.raises(DataError, match="it can be read only once, but epochs and workers read it again"):
+    with pytest.raises(DataError, match="it can be read only once, while every epoch and worker"):
         as_source(({"x": n} for n in range(4)), split="train")
     stream = Stream()
     source = as_source(stream, split="train")
@@ -132,7 +132,7 @@ def test_workers_read_it_themselves_and_the_promise_says_what_that_means():
     split = Split.of("train", sources["train"])
     assert split.read_by("ray") == "worker" and isinstance(sources["train"], IterableSource)
     assert job.sample_order.startswith(
-        "as the IterableDataset gives them, shuffled in a buffer of 9 rows: the same for"
+        "as yielded by the IterableDataset, shuffled in a buffer of 9 rows, the same for"
     )
     assert "every worker reads all rows and keeps its own" in job.sample_order
     assert sources["train"].describe()["kind"] == "IterableDataset Stream"
@@ -246,8 +246,8 @@ def test_a_dataset_that_deals_nothing_out_is_read_whole_as_before():
 
 def test_what_dealing_promises_and_refuses_is_said_by_name():
     job, _ = make_job(Streamed(ByShard(27)), world_size=2)
-    assert job.sample_order.startswith("weak: as the IterableDataset deals them out by shard(), shuffled in a buffer")
-    assert "which rows make up a step depends on the number of workers" in job.sample_order
+    assert job.sample_order.startswith("weak: as divided by shard() of the IterableDataset, shuffled in a buffer")
+    assert "the rows of a step depend on the number of workers" in job.sample_order
     assert job.train_plan().num_samples == 26
     for flags in ({"shares.by": "speed"}, {"scale.workers": {"min": 1, "max": 2}}):
         with pytest.raises(ConfigError, match="this IterableDataset deals its rows out"):
@@ -408,7 +408,9 @@ def test_splits_that_iterate_one_handle_are_refused_by_name(owner, other, tmp_pa
     Numbers.FILE = None
     opened.cache_clear()
     given = {"train": Numbers(tmp_path / "numbers", 0, owner), "val": other(tmp_path / "numbers", 20, owner)}
-    with pytest.raises(DataError, match="the train data has other rows if val is read meanwhile: they share a"):
+    with pytest.raises(
+        DataError, match="the train data has different rows if val is read at the same time: they share a"
+    ):
         load_sources(Gives(given))
 
 
@@ -416,7 +418,9 @@ def test_splits_that_read_blocks_of_one_handle_are_refused_by_name(tmp_path):
     (tmp_path / "numbers").write_text("".join(f"{n:03}\n" for n in range(300)))
     Numbers.FILE = None
     given = {"train": Blocks(tmp_path / "numbers", 0, "class"), "val": Blocks(tmp_path / "numbers", 150, "class")}
-    with pytest.raises(DataError, match="the train data has other rows if val is read meanwhile: they share a"):
+    with pytest.raises(
+        DataError, match="the train data has different rows if val is read at the same time: they share a"
+    ):
         load_sources(Gives(given))
 
 

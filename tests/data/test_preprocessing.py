@@ -243,7 +243,7 @@ def test_a_fit_that_asks_for_more_than_there_is_without_ray_says_so():
         def _fit(self, dataset):
             dataset.sort("a")
 
-    with pytest.raises(ClusterError, match="its fit needs sort of a Ray Dataset, but this command runs without Ray"):
+    with pytest.raises(ClusterError, match="its fit needs sort of a Ray Dataset, which is unavailable without Ray"):
         preprocessing.fit(Asking(["a"]), ArraySource(ROWS, allows_text=True))
 
 

@@ -144,7 +144,7 @@ def test_a_column_of_parquet_and_an_attribute_of_a_dataset_give_lengths(tmp_path
         assert lengths_of(source).values.tolist() == lengths
     assert lengths_of(ParquetSource(tmp_path / "rows.parquet")) is None
     items.lengths = [1, 2]
-    with pytest.raises(DataError, match="must be 8 numbers from 0, one per row"):
+    with pytest.raises(DataError, match="must be 8 non-negative numbers, one per row"):
         lengths_of(DatasetSource(items))
     for column, words in (("y", "a column of lists"), ("z", "has no such column; it has x, y")):
         with pytest.raises(DataError, match=words):

@@ -453,9 +453,12 @@ def test_a_source_of_the_users_own_is_taken_as_it_is():
         ),
         ([{"a": 1}, {"a": 2}], "value 0 of column x is a dict, .*\n  make each of its keys"),
         (np.array(None), "column x is nothing .None.:"),
-        ([[[1, 2], [3]]] * 3, "column x is a nested list of unequal parts: columns hold numbers.\n  give rows of one"),
-        ([[1, [2, 3]]] * 3, "column x is a nested list of unequal parts: "),
-        ([[[1, 2], [3]], [[1]]], "column x is a nested list of unequal parts: "),
+        (
+            [[[1, 2], [3]]] * 3,
+            "column x is a nested list with parts of unequal length: columns hold numbers.\n  give rows of one",
+        ),
+        ([[1, [2, 3]]] * 3, "column x is a nested list with parts of unequal length: "),
+        ([[[1, 2], [3]], [[1]]], "column x is a nested list with parts of unequal length: "),
     ],
 )
 def test_values_that_are_no_numbers_are_named_by_their_type(value, words):
@@ -472,5 +475,7 @@ def test_a_length_that_is_none_is_an_error_of_the_dataset(length):
         def __getitem__(self, index):
             return {"x": 1.0}
 
-    with pytest.raises(WorkloadError, match=r"(?s)Odd\.__len__\(\) .*it must return the number of rows, an int from 0"):
+    with pytest.raises(
+        WorkloadError, match=r"(?s)Odd\.__len__\(\) .*it must return the number of rows, an int of at least 0"
+    ):
         as_source(Odd(), split="train")

@@ -287,7 +287,7 @@ def test_a_worker_without_input_says_so_before_the_others_give_up_on_it():
     stream = StepStream(lambda part, demand: stuck, WHOLE, timeout_s=300, others_wait_s=lambda: 0.01)
     with pytest.raises(InputStarvedError) as caught:
         next(stream)
-    assert "data.timeout_s is 300, but the other workers wait only 0.01 s, by scale.coll" in str(caught.value)
+    assert "data.timeout_s is 300; the other workers wait only 0.01 s, by scale.coll" in str(caught.value)
     stuck.let_go.set()
     stream.close()
 

@@ -105,7 +105,7 @@ def test_rows_of_unequal_length_are_ragged(tmp_path):
     [
         (lambda row: {"cls": b"1", **({"bin": b"1"} if row < 5 else {})}, {}, r"row train/0006 .* lacks \.bin"),
         (lambda row: {"xyz": b"1"}, {}, r"give decoders=\{'xyz'"),
-        (files_of, {"columns": ["wav"]}, r"they have the endings x\.npy, cls, json, bin"),
+        (files_of, {"columns": ["wav"]}, r"they have the extensions x\.npy, cls, json, bin"),
         (lambda row: {"npy": npy(np.array([{}], dtype=object))}, {}, r"0000\.npy of .*it cannot be decoded"),
         (lambda row: {"cls": b"one"}, {}, r"0000\.cls of .*it cannot be decoded"),
     ],

@@ -135,8 +135,8 @@ class Mixed(Base):
     ("workload", "offset", "what"),
     [
         (FromNumpy, 2, "draws from the generators of the process"),
-        (FromElsewhere, 0, "returns another column x for the same rows and rng"),
-        (Mixed, 0, "returns another column x if fewer rows are read together"),
+        (FromElsewhere, 0, "returns a different column x for the same rows and rng"),
+        (Mixed, 0, "returns a different column x if fewer rows are read together"),
     ],
 )
 def test_a_transform_that_is_not_repeatable_is_found_with_its_line(workload, offset, what):

@@ -299,7 +299,7 @@ def test_streams_of_other_files(kind, tmp_path):
         (tmp_path / "rows.text").write_text("".join(f"{n}\n" for n in range(30)))
     rows = datasets.load_dataset(kind, data_files=str(tmp_path / f"rows.{kind}"), split="train", streaming=True, cache_dir=str(tmp_path))  # fmt: skip
     if kind == "text":
-        with pytest.raises(DataError, match=r"column text is '<U1'.*\n.*or leave the column out"):
+        with pytest.raises(DataError, match=r"column text is '<U1'.*\n.*or omit the column"):
             as_source(rows, split="train")
         rows = rows.map(lambda row: {"n": int(row["text"])}, remove_columns=["text"])
     plan = StepPlan(30, 10, shuffle=False)

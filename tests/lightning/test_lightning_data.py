@@ -227,7 +227,7 @@ def test_an_iterable_dataset_is_taken_with_the_weaker_promise_by_name(gloo):
     assert "IterableDataset" not in promise
     for world_size in (1, 2):
         weights, promise = gloo.run(world_size, weights_of, StreamedData)[0]
-        assert promise.startswith("as the IterableDataset gives them") and "a resume reads its epoch" in promise
+        assert promise.startswith("as yielded by the IterableDataset") and "a resume reads its epoch" in promise
         assert largest_difference(weights, by_index) < 1e-11
 
 

@@ -308,7 +308,7 @@ class WithGaps(Poisoned):
 
 @pytest.mark.parametrize(
     ("column", "words"),
-    [("x", "column x of row 19 of the train data holds nan. Clean"), ("divisor", r"column x of row 19 of the train data holds \w+, after WithGaps.transform, but not before. Clean")],
+    [("x", "column x of row 19 of the train data contains nan. Clean"), ("divisor", r"column x of row 19 of the train data contains \w+, after WithGaps.transform but not before it. Clean")],
 )  # fmt: skip
 def test_a_number_that_is_missing_in_the_data_is_named_in_place_of_the_learning_rate(column, words):
     workload, flags = poisoned()

@@ -258,7 +258,7 @@ def test_random_transforms_read_by_tasks_are_those_of_one_process(ray_session, t
 def test_a_ray_dataset_streams_with_the_weaker_promise_stated(ray_session, tmp_path):
     record = scaleray.train(settings(tmp_path, "FromRayDataset", **{"scale.workers": 2}))
     assert record.sample_order.startswith("weak")
-    assert "random numbers that its own functions draw are not seeded" in record.sample_order
+    assert "random numbers drawn by its own functions are not seeded" in record.sample_order
     assert record.steps == 12
     assert losses(record)[-1] < losses(record)[0]
 

@@ -48,7 +48,7 @@ def test_a_workload_without_a_mistake_is_ready_to_train():
             "loss",
             ["has the types float64 (2.bias), and columns have float32 (x)", "wrong_workloads.py:", "datasets()"],
         ),
-        ("Unrepeatable", "split train", ["transform() at ", "wrong_workloads.py:", "returns another column x"]),
+        ("Unrepeatable", "split train", ["transform() at ", "wrong_workloads.py:", "returns a different column x"]),
         ("OtherModelEachTime", "build_model", ["wrong_workloads.py:", "gives another 2.bias from the same seed"]),
         ("InfiniteGradient", "gradients", ["NaN or infinite in", "square root at zero"]),
         ("RaisesInTheLoss", "loss", ["wrong_workloads.py", "KeyError: 'labels'"]),
