@@ -32,9 +32,10 @@ class AlertLimits(Settings):
     """Thresholds of alerts, for the run itself and as defaults in `dashboards/alerts.yaml`."""
 
     no_progress_s: Positive = 30.0
-    """Seconds without a step after which a run makes no progress; `no_progress_steps` must have passed, too."""
+    """Seconds without a step after which a run makes no progress; `no_progress_steps` must also have passed."""
     no_progress_steps: Positive = 10.0
-    """Number of usual step times that must pass without a step as well."""
+    """Number of usual step times without a step after which a run makes no progress; `no_progress_s` must also have
+    passed."""
     long_phase_s: Positive = 600.0
     """Seconds that an evaluation, a checkpoint, a compilation or the end of the run may take before it counts as no
     progress."""
@@ -55,15 +56,14 @@ class AlertLimits(Settings):
     gradient_factor: Positive = 10.0
     """Ratio of the gradient norm to the median of its last 200 values above which it explodes."""
     loss_scale_drop: Positive = 1024.0
-    """Factor by which the loss scale must fall within half an hour to count as collapsed; below 1 it always has."""
+    """Factor by which the loss scale must fall within half an hour to count as collapsed; below 1 it always counts."""
     memory_share: Annotated[float, Field(gt=0, le=1)] = 0.95
-    """Share of the memory limit in use above which memory is short."""
+    """Share of the memory limit above which memory is nearly full."""
     memory_full_within_s: Positive = 900.0
-    """Seconds until a rank's memory would be full, at the growth of the last 40 seconds, below which it is filling
-    up."""
+    """Seconds below which a rank's memory is filling up: the time until it is full at the growth of the last 40
+    seconds."""
     memory_creep_gib: Positive = 1.0
-    """GiB by which the least memory in use must grow in 20 minutes to count as a leak, if that is also a twentieth of
-    it."""
+    """GiB by which the minimum memory use must grow in 20 minutes, and at least by a twentieth, to count as a leak."""
     disk_free_share: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Free share of the run folder's disk below which it is nearly full."""
     checkpoint_intervals: Positive = 2.0
@@ -72,7 +72,7 @@ class AlertLimits(Settings):
     restarts_an_hour: Count = 3
     """Number of worker restarts within an hour that raises the alert."""
     gpu_busy_share: Annotated[float, Field(gt=0, le=1)] = 0.3
-    """Share of five minutes with activity below which a GPU is idle."""
+    """Share of five minutes with activity below which a GPU counts as idle."""
     gpu_throttled_share: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Share of five minutes with throttling by power or heat above which a GPU is reported."""
 
@@ -87,12 +87,12 @@ class AlertSettings(AlertLimits):
     """Measure each pair of workers after a step when links are slow, for at most ten seconds and at most every ten
     minutes: collectives cannot show which link is slow."""
     without: tuple[str, ...] = ()
-    """Names of rules that are not evaluated, such as [loss_spike]."""
+    """Names of rules to disable, such as [loss_spike]."""
     webhook: str | None = None
     """http(s) address to which alerts are posted, with the body of an Alertmanager webhook. Only its host is ever shown
     or stored; a resumed run needs it again, unlike `webhook_env`."""
     webhook_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
-    """Name of an environment variable of the driver that holds the webhook's address."""
+    """Name of an environment variable of the driver with the webhook's address."""
     grafana: str | None = None
     """Address of the Grafana with the dashboards; alerts sent to the webhook and the command link to its panels."""
     command: tuple[str, ...] = ()
@@ -146,8 +146,8 @@ class AlertSettings(AlertLimits):
 
 
 def without_secrets(words: Iterable[str]) -> list[str]:
-    """Words of a command line in a form that is safe to show and store: addresses without passwords, webhooks only with
-    their host."""
+    """Words of a command line that are safe to show and store: addresses without passwords, webhooks with only their
+    host."""
     found: list[str] = []
     for word in words:
         option, is_one_word, value = word.partition("=")
@@ -163,7 +163,7 @@ def without_secrets(words: Iterable[str]) -> list[str]:
 
 
 def without_secrets_in(command: str) -> str:
-    """A command line in one text without its secrets; unchanged if it has none."""
+    """A command line as text without its secrets; unchanged if it has none."""
     try:
         words = shlex.split(command)
     except ValueError:  # an unmatched quotation mark
@@ -173,7 +173,7 @@ def without_secrets_in(command: str) -> str:
 
 
 def problem_of(address: str) -> str:
-    """Reason why a text cannot be the address of a webhook, without the text itself; empty if it can."""
+    """Reason why a text cannot be a webhook's address, without the text itself; empty if it can."""
     try:
         parts = urllib.parse.urlsplit(address)
         is_known, host, _ = parts.scheme in ("http", "https"), parts.hostname, parts.port
@@ -185,7 +185,7 @@ def problem_of(address: str) -> str:
 
 
 def check_grafana(address: str) -> None:
-    """Raise ValueError if the address cannot be the beginning of links to a Grafana."""
+    """Raise ValueError if an address cannot be the beginning of links to Grafana."""
     if problem := problem_of(address):
         raise ValueError(f"{problem}; use an address such as http://grafana:3000")
     parts = urllib.parse.urlsplit(address)
@@ -194,7 +194,7 @@ def check_grafana(address: str) -> None:
 
 
 def without_secret(address: str) -> str:
-    """The address in a form that is safe to show and store: scheme and host, as path, query and user may be secret."""
+    """An address that is safe to show and store: only scheme and host, as path, query and user may be secret."""
     if problem_of(address):
         return HIDDEN
     parts = urllib.parse.urlsplit(address)

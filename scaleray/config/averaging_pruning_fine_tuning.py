@@ -1,4 +1,4 @@
-"""Changes to the weights other than the optimizer's: averaging, pruning, fine-tuning."""
+"""Settings of averaging, pruning and fine-tuning."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class FineTuningSettings(Settings):
     lora_alpha: Positive = 16.0
     """Numerator of the adapters' scale, which is alpha / rank."""
     lora_layers: tuple[str, ...] = ("query", "value")
-    """Last parts of the names of the linear layers that get an adapter."""
+    """Last name parts of the linear layers that get an adapter, such as `query`."""
     trained_whole: tuple[str, ...] = ("classifier", "score")
-    """Last parts of the names of modules that are trained in full next to the adapters and stored with them, such as
-    the new head of a classifier. The default names, which peft uses for classifiers, may be absent."""
+    """Last name parts of modules that are trained in full and stored with the adapters, such as a classifier's new
+    head. The default names, which peft uses for classifiers, may be absent."""
     merge: bool = True
     """Merge the adapters into their layers in the final weights, which then fit a model without adapters. false: keep
     them separate, as in checkpoints."""
@@ -39,7 +39,7 @@ class PruningSettings(Settings):
     sparsity: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Share of the prunable weights that are zero at the end. 2:4 is always 0.5."""
     start_step: Annotated[int, Field(ge=0)] = 0
-    """Number of steps before the first pruning; 0 is before the first step."""
+    """Number of steps before the first pruning; 0 prunes before the first step."""
     end_step: Count | None = None
     """Number of steps before the last pruning. From the first to the last, sparsity grows by the cubic schedule of Zhu
     and Gupta 2017. None: all weights are pruned at `start_step`."""
@@ -54,7 +54,7 @@ class PruningSettings(Settings):
         if self.end_step is not None and self.end_step <= self.start_step:
             raise ValueError(f"pruning.end_step: it must be larger than pruning.start_step, which is {self.start_step}")
         if self.method == "2:4" and (self.sparsity != 0.5 or self.end_step is not None):
-            raise ValueError("pruning.method: 2:4 removes half of the weights at once; leave out sparsity and end_step")
+            raise ValueError("pruning.method: 2:4 removes half of the weights at once; omit sparsity and end_step")
         return self
 
 

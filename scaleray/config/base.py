@@ -39,8 +39,7 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _no_nul_in_text(cls, values: Any) -> Any:
-        """Reject NUL characters: no path, address or name can contain one, and code that receives one fails late, with
-        an unclear error."""
+        """Reject NUL characters: no path, address or name can contain one, and later errors about it are unclear."""
         if isinstance(values, dict):
             for name, value in values.items():
                 info = cls.model_fields.get(name)
@@ -48,7 +47,7 @@ class Settings(BaseModel):
                     info is not None and isinstance(info.annotation, type) and issubclass(info.annotation, Settings)
                 )
                 if not is_section and _holds_nul(value):  # a section checks itself, and reports its key
-                    raise ValueError(f"{name}: it holds a NUL character")
+                    raise ValueError(f"{name}: it contains a NUL character")
         return values
 
     @model_validator(mode="before")
@@ -97,7 +96,7 @@ class Duration:
         return self.stored().removesuffix("s") if self.value == 1 else self.stored()
 
     def stored(self) -> str:
-        """Text in records, always in the plural, so that it equals that of older records."""
+        """Text for records, always in the plural as in older records."""
         value = float(self.value)
         return f"{int(value) if value.is_integer() else repr(value)} {self.unit}"
 
@@ -145,7 +144,7 @@ def above_zero(duration: Duration | None) -> Duration | None:
 
 @dataclass(frozen=True)
 class Target:
-    """Value of a metric at which training may stop. Written `val/accuracy >= 0.97`."""
+    """Metric value at which training may stop. Written `val/accuracy >= 0.97`."""
 
     metric: str
     comparison: str
@@ -237,7 +236,7 @@ class WorkerRange:
 
 
 def _whole(value: Any) -> Any:
-    """Also accept text such as `1e5` as a whole number, since YAML reads it as text."""
+    """Accept text such as `1e5` as a whole number, since YAML reads it as text."""
     if not isinstance(value, str):
         return value
     try:
@@ -248,7 +247,7 @@ def _whole(value: Any) -> Any:
 
 
 WATCHED = r"^[\w./-]+ (min|max)$"
-"""Pattern of a metric and its better direction, such as `val/loss min`."""
+"""Pattern for a metric and the direction of improvement, such as `val/loss min`."""
 Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT), BeforeValidator(_whole)]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -256,15 +255,15 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 
 
 def absolute_path(value: str) -> str:
-    """Make a path absolute, since workers run in other directories. URIs such as s3://bucket are unchanged; file:// is
-    treated as a path."""
+    """Make a path absolute, since workers run in other directories. URIs such as s3://bucket are unchanged, but file://
+    is a path."""
     if value.startswith("file:///"):
         return urllib.parse.unquote(value.removeprefix("file://"))
     return value if "://" in value else str(Path(value).expanduser().absolute())
 
 
 HIDDEN = "***"
-"""Replacement for the part of an address that may hold a secret."""
+"""Replacement for parts of an address that may be secret."""
 _SECRETS = tuple(
     re.compile(rf"(?is)(?={pattern})")  # matches may overlap
     for pattern in (
@@ -278,7 +277,7 @@ _SECRETS = tuple(
 
 
 def without_password(uri: str) -> str:
-    """The URI in a form that is safe to show and store: passwords, tokens and keys are replaced by stars."""
+    """A URI that is safe to show and store: passwords, tokens and keys are replaced by stars."""
     shown, end = "", 0
     for start, stop in sorted({match.span(1) for secret in _SECRETS for match in secret.finditer(uri)}):
         if start >= end:

@@ -12,12 +12,12 @@ class NoiseScaleSettings(Settings):
     training."""
 
     measure: Literal["auto"] | bool = False
-    """Whether to measure it. true: measure, or fail with the reason. auto: measure only if that is exact and needs no
-    memory, from the gradients of several workers before their average, or from a step's first micro-batch. As a last
-    resort, true uses consecutive steps, which is biased and keeps a second gradient in memory."""
+    """Whether to measure it. true: measure it, or fail with the reason. auto: measure it only if this is exact and
+    needs no memory, from the gradients of several workers before averaging, or from a step's first micro-batch. As a
+    last resort, true compares consecutive steps, which is biased and keeps a second gradient in memory."""
     every_steps: Count = 20
     """Steps between two measurements. Each costs up to a fifth of a step if steps last a few milliseconds, and a few
-    hundredths if they last longer."""
+    per cent of a step if they last longer."""
     averaging: Annotated[float, Field(gt=0, lt=1)] = 0.999
     """Decay of earlier measurements for each step of `optimizer.reference_batch_size` samples: 0.999 averages over
     about a thousand such steps."""
@@ -33,8 +33,7 @@ class BatchSettings(Settings):
     """Samples (or tokens) in one optimizer step, over all workers."""
     unit: Literal["samples", "tokens"] = "samples"
     """Unit of `global_size`, `micro_size` and `optimizer.reference_batch_size`. If rows differ in length, a step in
-    tokens holds whole rows with at most `global_size` tokens on average, so the number of rows varies from step to
-    step."""
+    tokens has whole rows with at most `global_size` tokens on average, so its number of rows varies."""
     micro_size: Count | None = None
     """Largest number of samples (or tokens, without padding) in one forward pass of one worker. None: the worker's
     whole share. Smaller values save memory by accumulation."""

@@ -10,7 +10,7 @@ from scaleray.errors import ConfigError
 
 @dataclass(frozen=True)
 class Brought:
-    """Value of one key. by: its source. is_default: whether a value in the config overrides it."""
+    """Value of one config key. by: its source. is_default: whether a value in the config overrides it."""
 
     value: Any
     by: str

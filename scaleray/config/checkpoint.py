@@ -18,24 +18,24 @@ NOTHING_SAVED: dict[str, Any] = {
     "checkpoint.copies": 1,
     "checkpoint.copy_path": None,
 }
-"""Settings of a training that leaves no files, used for measurements and comparisons."""
+"""Settings for measurements and comparisons, whose trainings leave no files."""
 
 
 class MemorySettings(Settings):
     """Copies of the state in the memory of several nodes, in addition to the checkpoints in storage."""
 
     every: Duration = Duration(1, "steps")
-    """Interval between two states. While a worker still makes its copies of an earlier state, a step is left out."""
+    """Interval between two states. A step is skipped while a worker is still copying an earlier state."""
     copies: Annotated[int, Field(ge=1, le=8)] = 2
-    """Number of copies of each worker's part, the first of them on its own node."""
+    """Number of copies of each worker's part; the first copy is on its own node."""
     place: Annotated[str, Field(min_length=1)] = "node"
-    """Failure domain: copies go to different ones. `node`, or the name of a label of Ray's nodes, such as `rack`."""
+    """Failure domain that copies must not share: `node`, or the name of a label of Ray's nodes, such as `rack`."""
 
     _check_every = field_validator("every")(above_zero)
 
 
 class CheckpointSettings(Settings):
-    """Location of a run's files, and how often its whole state is saved for resuming."""
+    """Location of a run's files, and how often its complete state is saved for resuming."""
 
     storage_path: str = "~/scaleray"
     """Folder or s3:// URI for run folders; made absolute when loaded. With several nodes it must be shared."""
@@ -45,13 +45,13 @@ class CheckpointSettings(Settings):
     """Interval between checkpoints, such as `500 steps` or `1 epoch`; the last step is saved too. None: use only
     `every_minutes`."""
     every_minutes: Positive | None = 10.0
-    """Longest time between checkpoints, in minutes. None: only the checkpoints of `every`."""
+    """Longest time between checkpoints, in minutes. None: use only `every`."""
     is_asynchronous: bool = True
     """Copy and write during training. false: training waits until a checkpoint is complete."""
     keep_last: Count = 2
     """Number of newest checkpoints to retain."""
     keep_best: Annotated[int, Field(ge=0, le=1000)] = 1
-    """Number of best checkpoints to retain as well, by `best`."""
+    """Number of best checkpoints, by `best`, to retain in addition."""
     best: Annotated[str, Field(pattern=r"^[\w./-]+ (min|max)$")] | None = None
     """Evaluation metric and its direction, such as `val/loss min`: a state among the `keep_best` best so far is saved
     immediately. None: checkpoints are not ranked."""
@@ -66,12 +66,11 @@ class CheckpointSettings(Settings):
     copy_path: str | None = None
     """Folder or s3:// URI of the second copy, on another disk, node or bucket."""
     memory: MemorySettings | None = None
-    """Copies of the state in the memory of several nodes, from which a run continues after the loss of workers, such as
-    `{every: 1 step, copies: 2, place: node}`: the interval, the number of copies, and what they may not share, which is
-    the node or a label of Ray's nodes, such as rack. None: checkpoints in storage only."""
+    """Copies of the state in the memory of several nodes, from which a run continues after losing workers, such as
+    `{every: 1 step, copies: 2, place: node}`: the interval, the number of copies, and the failure domain that copies
+    must not share, `node` or a label of Ray's nodes such as rack. None: checkpoints in storage only."""
     grace_s: NonNegative = 2.5
-    """Most seconds for the last checkpoint after SIGTERM before the workers are ended. `ray job stop` kills after 3
-    s."""
+    """Seconds after SIGTERM for the last checkpoint, after which workers are ended. `ray job stop` kills after 3 s."""
 
     _check_every = field_validator("every", "keep_every")(above_zero)
 

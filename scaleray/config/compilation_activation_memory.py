@@ -17,7 +17,7 @@ class CompilationSettings(Settings):
     one compiled block serves all; model: the whole model."""
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """Backend of torch.compile. inductor generates code, and needs g++ on a CPU; the others only trace the graph, to
-    find what breaks it."""
+    find graph breaks."""
     dynamic: bool | None = None
     """Compile for variable shapes, to avoid recompiling. None: torch decides after the first change."""
     mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
@@ -43,9 +43,9 @@ class ActivationSettings(Settings):
     """Recomputation of the activations of the workload's `blocks` in the backward pass, to save memory."""
 
     checkpointing: Literal["none", "full", "every", "selective", "budget"] = "none"
-    """Activations that are recomputed. none: no activations; full: those of every block; every: those of each
-    `every`-th block; selective: those of cheap operations, but not of matrix products; budget: the compiler chooses
-    within `memory_budget`, so `compilation.what` is needed."""
+    """Activations to recompute. none: no activations; full: those of every block; every: those of each `every`-th
+    block; selective: those of cheap operations, but not of matrix products; budget: the compiler chooses within
+    `memory_budget`, so `compilation.what` is needed."""
     every: Count = 2
     """With `every`: interval between two recomputed blocks."""
     memory_budget: Annotated[float, Field(ge=0, le=1)] = 0.5

@@ -16,7 +16,7 @@ OWNERS = {
     "allowed": "adaptive",
     "review_every": "adaptive",
 }
-"""The method to which each setting belongs."""
+"""Method to which each setting belongs."""
 
 
 class CompressionSettings(Settings):

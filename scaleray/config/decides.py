@@ -1,4 +1,4 @@
-"""Effect of each config key: on the result of a training, only on how it runs, or on neither.
+"""Effect of each config key: on the result of a training, on how it runs, or on neither.
 
 This single table determines the config's hash, what may change on resume, and what the points of a curve must share.
 """
@@ -14,7 +14,7 @@ class Decides(Enum):
     COURSE = "course"
     """How the training runs: its speed, memory and number of workers. The result is the same within rounding."""
     NOTHING = "nothing"
-    """Neither: what is recorded, stored or measured, apart from the training."""
+    """Neither: what is recorded, stored or measured."""
 
 
 BY_PREFIX = {
@@ -41,5 +41,5 @@ def decides(key: str) -> Decides:
 
 
 def is_beside_training(section: str) -> bool:
-    """Whether no key in this section of the config affects the training."""
+    """Whether no key of this config section affects the training."""
     return BY_PREFIX.get(f"{section}.") is Decides.NOTHING

@@ -1,4 +1,4 @@
-"""Settings of sharding parameters, gradients and optimizer state: `strategy.name: fsdp`, and the data axis of tensor
+"""Settings for sharding parameters, gradients and optimizer state: `strategy.name: fsdp`, and the data axis of tensor
 and pipeline."""
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from scaleray.config.base import Count, Positive, Settings
 
 
 class FsdpSettings(Settings):
-    """Parts that are sharded, their units, and how far communication runs ahead."""
+    """Sharding units, when they are gathered and freed, and dtypes."""
 
     reshard_after_forward: bool = True
     """Whether gathered parameters are freed early. true (ZeRO-3): free them after the forward pass and gather them
-    again for the backward pass; those outside any unit, such as an embedding outside the blocks, are kept. false (like
+    again for the backward pass, except those outside any unit, such as an embedding outside the blocks. false (like
     ZeRO-2): keep them until the backward pass has used them, with more memory and less communication.
     """
     wrap: Literal["blocks", "size", "class"] = "blocks"
@@ -34,8 +34,8 @@ class FsdpSettings(Settings):
     """With several micro-batches: keep whole gradients on each worker and reduce them once per step, or reduce after
     each micro-batch, which needs only the memory of a shard and correspondingly more communication."""
     reduce_unused: bool = False
-    """Reduce zeros for parameters that a unit did not use on this worker: for units whose path depends on the data,
-    where workers would otherwise reduce different parameters. Parameters that no worker used get a zero gradient, not
+    """Reduce zeros for parameters that a unit did not use on this worker. Needed if a unit's path depends on the data,
+    as workers would otherwise reduce different parameters. Parameters that no worker used get a zero gradient, not
     None. The unit itself must run on all workers or on none.
     """
     cpu_offload: bool = False

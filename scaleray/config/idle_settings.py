@@ -1,4 +1,4 @@
-"""Changed settings without effect in this run, such as those of a strategy that is not used.
+"""Changed settings that have no effect in this run, such as those of a strategy that is not used.
 
 They are reported in the run's events, but never rejected. One file often serves several strategies
 (`--strategy.name`, `verify --strategies all`, a sweep), and a setting that one of them ignores may be needed by the
@@ -68,7 +68,7 @@ NEEDS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     "recovery.silent_s": (lambda config: config.recovery.is_on, "without recovery.spares"),
     "precision.initial_loss_scale": (lambda config: config.precision.dtype == "fp16", "without precision.dtype fp16"),
 }
-"""Settings that have an effect only with another one: a test of the config, and the text if it fails."""
+"""Settings that have an effect only with another setting: a test of the config, and the text if it fails."""
 OFF: dict[str, Callable[[RunConfig], bool]] = {
     "activations": lambda config: config.activations.checkpointing == "none",
     "compilation": lambda config: config.compilation.what == "nothing",
@@ -91,8 +91,8 @@ OFF: dict[str, Callable[[RunConfig], bool]] = {
     "optimizer.trust_coefficient": lambda config: config.optimizer.name != "lars",
     "optimizer.adapt_vectors": lambda config: config.optimizer.name in ("adamw", "sgd"),
 }
-"""Sections and settings that a run does not use, by tests of the config. Lists of the used settings are given if
-defaults of disabled parts would hide the rest.
+"""Sections and settings that a run does not use, with tests of the config; used by lists of the settings in use, in
+which defaults of disabled parts would hide the rest.
 """
 
 

@@ -1,6 +1,6 @@
 """Load a RunConfig from a YAML file, the environment and dotted flags, or raise one ConfigError that names the key.
 
-Flags take precedence over the environment, the environment over the file. Environment variables are
+Flags take precedence over the environment, and the environment over the file. Environment variables are
 `SCALERAY_SCALE__WORKERS` for `scale.workers`: two underscores between section and key.
 """
 
@@ -59,8 +59,8 @@ def load_config(
     """Load the resolved config. `flags`: `--section.key value` words, or a mapping of dotted keys or sections to
     values.
 
-    environ: None reads os.environ. defaults: values by dotted key, below every other layer. planned: keys that take the
-    place of `parallel: auto` in a config without it; None refuses it. Raises ConfigError with the key, its file and
+    environ: None reads os.environ. defaults: values by dotted key, below every other layer. planned: returns keys that
+    replace `parallel: auto` for a config without it; None refuses it. Raises ConfigError with the key, its file and
     line.
     """
     lowest = {key: Entry(value, "default") for key, value in (defaults or {}).items()}
@@ -176,7 +176,7 @@ def _own_keys(
                 raise ConfigError(f"{where} a key", key_node.value, f"keys have at most {LONGEST_KEY} characters")
             key = prefix + key_node.value
             if key in found and not may_repeat:
-                raise ConfigError(f"{where} {key}", "given twice", "each key may occur once", "remove one of the two")
+                raise ConfigError(f"{where} {key}", "given twice", "a key may occur only once", "remove one of the two")
             found[key] = (where, value_node)
         return found
 
@@ -238,8 +238,8 @@ def validate(
     *layers: Mapping[str, Entry],
     planned: Callable[[RunConfig], Mapping[str, Any]] | None = None,
 ) -> RunConfig:
-    """Put each layer over those before it, check the values and build the RunConfig. The key of one value in a mapping,
-    such as `workload.args.NAME`, keeps the others. Raises ConfigError for the first error."""
+    """Apply each layer over the ones before it, check the values and build the RunConfig. A key for one value in a
+    mapping, such as `workload.args.NAME`, leaves the others unchanged. Raises ConfigError for the first error."""
     entries = dict(lowest)
     for key, entry in itertools.chain.from_iterable(layer.items() for layer in layers):
         mapping = next((each for each in MAPPINGS if key.startswith(f"{each}.") and key != f"{each}."), None)
@@ -253,7 +253,7 @@ def validate(
         return _built(entries)
     auto = entries.pop("parallel")
     if degrees := [key for key in entries if key.startswith("parallel.")]:
-        raise ConfigError(f"{auto.where} parallel", AUTO, f"{degrees[0]} is given, too", "omit one of them")
+        raise ConfigError(f"{auto.where} parallel", AUTO, f"{degrees[0]} is also given", "omit one of them")
     if planned is None:
         hint = "give degrees; scaleray plan -c FILE --here --write OUT writes the planner's"
         raise ConfigError(

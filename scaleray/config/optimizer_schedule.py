@@ -24,15 +24,15 @@ class ScheduleSettings(Settings):
 
     name: Literal["constant", "cosine", "linear", "plateau"] = "constant"
     """Shape of the schedule after the warm-up. plateau: multiply the rate by `factor` after more than `patience`
-    evaluations without improvement, as torch's ReduceLROnPlateau. Needs `evaluation.every`."""
+    evaluations without improvement, like torch's ReduceLROnPlateau. Needs `evaluation.every`."""
     warmup: Duration = Duration(0, "steps")
     """Length of the warm-up at the reference batch; legw stretches it with the batch, unless it is given in steps."""
     length: Duration | None = None
     """Length of the schedule up to the end of the decay. None: to the end of training."""
     final_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Learning rate at the end of the decay, relative to the peak; plateau: the smallest one."""
+    """Learning rate at the end of the decay, relative to the peak; plateau: the smallest rate."""
     factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """plateau: factor on the learning rate, such as 0.25 to divide it by 4."""
+    """plateau: factor for the learning rate, such as 0.25 to divide it by 4."""
     patience: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = 10
     """plateau: number of consecutive evaluations without improvement that are tolerated; the next one reduces the
     rate."""
@@ -42,7 +42,7 @@ class ScheduleSettings(Settings):
     """plateau: number of evaluations ignored after a reduction."""
     watch: Annotated[str, Field(pattern=WATCHED)] | None = None
     """Metric that a plateau follows, also in the workload's own `schedule()`, and its direction, such as `val/loss
-    min`. None: that of `stop.patience` or `checkpoint.best`, otherwise the loss of the first evaluated split."""
+    min`. None: the metric of `stop.patience` or `checkpoint.best`, otherwise the loss of the first evaluated split."""
 
     _check_length = field_validator("length")(above_zero)
 
@@ -86,10 +86,10 @@ class OptimizerSettings(Settings):
         if not isinstance(values, dict) or values.get("name") != "adam":
             return values
         if values.get("weight_decay"):
-            raise ValueError("name: adam has no decoupled weight decay; write adamw, or leave weight_decay out")
+            raise ValueError("name: adam has no decoupled weight decay; write adamw, or omit weight_decay")
         return {**values, "name": "adamw"}
 
 
 def missing_rate(why: str) -> ConfigError:
-    """Return the error for a config that needs a learning rate and has none."""
+    """Return the error for a config that lacks a required learning rate."""
     return ConfigError("optimizer.learning_rate", None, why, "for example 1e-3")

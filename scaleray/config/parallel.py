@@ -21,28 +21,29 @@ AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
 
 class ParallelSettings(Settings):
-    """Numbers of workers along each axis, whose product is `scale.workers`. `auto` for one of them takes the workers
-    that the others leave; `parallel: auto` takes the planner's layout. A single worker always has the whole model."""
+    """Numbers of workers along each axis, whose product is `scale.workers`. `auto` for one axis takes the workers that
+    the others leave; `parallel: auto` takes the planner's layout. A single worker always has the whole model."""
 
     pipeline: Degree = None
-    """Workers over which a replica's stages are spread. None: 2 under `strategy.name: pipeline`, otherwise 1."""
+    """Workers over which the stages of a replica are distributed. None: 2 under `strategy.name: pipeline`, otherwise
+    1."""
     replicate: Degree = None
-    """Groups of workers that each hold the whole state; gradients are summed over the groups, or, under local_sgd and
-    diloco, parameters averaged occasionally. None: all workers that
-    the other axes leave, but 1 under fsdp and tensor, where `shard` gets them. With both, HSDP."""
+    """Groups of workers that each have the whole state; gradients are summed over the groups or, under local_sgd and
+    diloco, parameters are averaged occasionally. None: all workers that the other axes leave, but 1 under fsdp and
+    tensor, where `shard` gets them. Both together are HSDP."""
     shard: Degree = None
     """Workers over which the state is sharded: parameters, gradients and the optimizer's (FSDP). In a pipeline, a
     stage's parameters are gathered once per step, and gradients reduced once; parameters shared by several stages (a
     tied head) or outside the blocks stay whole. None: the remaining workers under fsdp and tensor, otherwise 1."""
     context: Degree = None
-    """Workers that share each sequence, cut by `scaleray.parallel.part` in the workload; see `context.exchange`. The
-    state is sharded over them, too, where it is sharded. None: 1."""
+    """Workers that share each sequence, cut by `scaleray.parallel.part` in the workload; see `context.exchange`. A
+    sharded state is also sharded over them. None: 1."""
     tensor: Degree = None
     """Workers that share each layer, by the workload's `tensor_plan`. None: 2 under `strategy.name: tensor`, else 1."""
     expert: Count | None = None
     """Workers over which the experts of `scaleray.parallel.MixtureOfExperts` are divided; each sends its tokens to
-    those of their experts. These workers are neighbours along `shard` and `context`, whose product this number divides;
-    it is no axis of its own. None: 1."""
+    those of their experts. These workers are neighbours along `shard` and `context`, whose product this number must
+    divide; it is not a separate axis. None: 1."""
 
     def least_workers(self, strategy: str) -> int:
         """The smallest number of workers above one that these degrees allow, with `auto` and the rest as 1."""
@@ -97,7 +98,7 @@ class Degrees:
         return self.pipeline * self.shard * self.tensor
 
     def data_rank(self, rank: int) -> int:
-        """Index of the share of the global batch that a rank computes."""
+        """Index of a rank's share of the global batch."""
         return rank // (self.context * self.tensor) % self.data
 
     def replica(self, data_rank: int) -> list[int]:
@@ -178,8 +179,8 @@ def degrees_of(settings: ParallelSettings, strategy: str, workers: int) -> Degre
         if degree > 1 and axis == "expert" and axis not in traits.axes:
             why = f"strategy.name is {strategy}, which does not divide experts"
             if strategy == "pipeline":
-                why = "replicas of a pipeline's stage order their micro-batches each on its own"
-            raise ConfigError("parallel.expert", degree, why, "use it with replicate, shard, context and tensor alone")
+                why = "the replicas of a pipeline stage order their micro-batches independently"
+            raise ConfigError("parallel.expert", degree, why, "use it only with replicate, shard, context and tensor")
         if degree > 1 and axis not in traits.axes:
             raise ConfigError(
                 f"parallel.{axis}", degree, f"strategy.name is {strategy}, which has no such axis",

@@ -12,7 +12,7 @@ from scaleray.config.base import Positive, Settings
 class PrecisionSettings(Settings):
     """Arithmetic of the forward and backward pass. Parameters and optimizer state stay in the model's own dtype.
 
-    Gradients are reduced in that dtype too, so in fp32 for a model in fp32 with bf16 or fp16 arithmetic. For a narrower
+    Gradients are also reduced in that dtype: in fp32 for an fp32 model with bf16 or fp16 arithmetic. For a narrower
     dtype, use `fsdp.reduce_dtype`, or `compression.name` under DDP.
     """
 
@@ -28,8 +28,8 @@ class PrecisionSettings(Settings):
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
     """Use float8 for the products of linear layers, with bf16, on NVIDIA GPUs from Ada or Hopper on, and torchao (extra
     `float8`): one scale per tensor (fastest), per row, or per row with the gradients of weights in bf16 (most
-    accurate). It converts the linear layers in the workload's `blocks`, or without blocks all but the last. Worthwhile
-    for large, compiled layers."""
+    accurate). It converts the linear layers in the workload's `blocks`, or all but the last layer without blocks.
+    Worthwhile for large, compiled layers."""
     float8_leave_out: tuple[str, ...] = ()
     """Names of linear layers that stay in bf16, such as `blocks.0.*`."""
     emulate_float8: bool = False

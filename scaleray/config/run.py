@@ -78,7 +78,7 @@ class RunConfig(Settings):
     deterministic: bool = False
     """Use torch's deterministic algorithms; slower, and an error for operations that have none."""
     on_nonfinite: Literal["raise", "stop", "skip"] = "raise"
-    """Action on a NaN or infinite loss: raise an error, stop and keep the weights so far, or skip the step and count
+    """Action on a NaN or infinite loss: raise an error, stop and save the weights so far, or skip the step and count
     it."""
 
     @model_validator(mode="before")
@@ -176,7 +176,7 @@ class RunConfig(Settings):
         return self.precision.dtype if self.precision.dtype in ("bf16", "fp16") else None
 
     def changed(self, settings: Mapping[str, Any]) -> RunConfig:
-        """Return the same config with other values of keys such as `scale.workers` or of whole sections. Values are not
+        """Return the config with other values for keys such as `scale.workers` or for whole sections. Values are not
         checked: some strategies are valid here but not in a config file."""
         sections: dict[str, Any] = {}
         for key, value in settings.items():

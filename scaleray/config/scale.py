@@ -13,8 +13,8 @@ class ScaleSettings(Settings):
     """Resources of the Ray Train worker group."""
 
     workers: Annotated[int, Field(ge=1, le=100_000)] | WorkerRange = 1
-    """Number of training workers (ranks). A range such as {min: 1, max: 4} is elastic: as many as the cluster has room
-    for, more when a node joins, fewer when one leaves."""
+    """Number of training workers (ranks). A range such as {min: 1, max: 4} is elastic: as many workers as fit on the
+    cluster, more when a node joins, fewer when one leaves."""
     on_resize: Literal["keep", "rescale"] = "keep"
     """Action of an elastic run when its number of workers changes: keep the global batch by accumulation, so that the
     training stays the same; or rescale it with the workers, and the learning rate by `optimizer.rule`.
@@ -22,8 +22,8 @@ class ScaleSettings(Settings):
     resize_interval_s: Positive = 60.0
     """Seconds between two checks of whether more workers fit in an elastic run."""
     gpus_per_worker: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
-    """GPUs per worker. 1 trains on CUDA with NCCL; 0 on the CPU with gloo. A fraction shares a GPU, for one-worker
-    trials only. auto: 1 if the cluster has GPUs, otherwise 0; the number is recorded."""
+    """GPUs per worker. 1 trains on CUDA with NCCL; 0 on the CPU with gloo. A fraction shares a GPU between one-worker
+    trials. auto: 1 if the cluster has GPUs, otherwise 0; the number is recorded."""
     cpus_per_worker: Positive = 1.0
     """Ray CPUs reserved for each worker; also its number of torch threads, rounded down to at least 1."""
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
@@ -36,8 +36,8 @@ class ScaleSettings(Settings):
     launch_timeout_s: Positive = 120.0
     """Seconds that the worker group may take to start before the launch fails."""
     wait_for_nodes_s: NonNegative = 0.0
-    """Seconds to wait for nodes if the cluster cannot hold the run yet, for example while an autoscaler adds them; they
-    are requested from it. 0 rejects such a run at once. GPUs must then be stated (gpus_per_worker: 1)."""
+    """Seconds to wait for nodes if the cluster is too small for the run, for example while an autoscaler, which is
+    asked for them, adds some. 0 rejects such a run immediately. GPUs must then be stated (gpus_per_worker: 1)."""
     collective_timeout_s: Positive = 180.0
     """Seconds that a worker may hang, in a collective or anywhere else in a step, before its group is restarted
     (torch's default is half an hour). Three times as long until the first step is complete, and during compilation."""
@@ -81,17 +81,17 @@ class RecoverySettings(Settings):
     """Recovery from the loss of a worker in the memory of the others, without a restart and without a lost step."""
 
     spares: Annotated[int, Field(ge=0, le=1000)] = 0
-    """Workers in addition to `scale.workers` that wait, with everything loaded, to take the place of a lost one. The
-    others keep their state in memory, and the step under way is repeated: weights and losses are those of an
-    undisturbed run, bit for bit. Ray replaces the lost worker meanwhile. Strategies other than ddp also need
-    `checkpoint.memory`. 0: a loss restarts all workers from the newest state."""
+    """Workers in addition to `scale.workers` that wait, with everything loaded, to replace a lost one. The others keep
+    their state in memory, and the current step is repeated: weights and losses are bit for bit those of an undisturbed
+    run. Meanwhile, Ray replaces the lost worker. Strategies other than ddp also need `checkpoint.memory`. 0: a loss
+    restarts all workers from the newest state."""
     on_loss: Literal["spare", "shrink", "restart"] = "spare"
     """Action when a worker is lost. spare: a spare takes its place, or the others wait for the process that Ray starts.
     shrink: without a spare, the others continue at once with the same samples in each step, equal within rounding, and
-    take in the process that Ray starts. restart: all workers restart from the newest state, as without spares."""
+    add the process that Ray starts. restart: all workers restart from the newest state, as without spares."""
     silent_s: Positive = 5.0
-    """Seconds without a sign of life after which a worker counts as lost, and its process is ended. One whose process
-    ends is noticed at once."""
+    """Seconds without a heartbeat after which a worker counts as lost and its process is ended. The end of a process is
+    noticed at once."""
 
     @property
     def is_on(self) -> bool:

@@ -11,7 +11,7 @@ class StopSettings(Settings):
     """When training ends."""
 
     after: Duration
-    """The full length of training, such as `30 epochs` or `2000 steps`."""
+    """Full length of training, such as `30 epochs` or `2000 steps`."""
     at: Target | None = None
     """Target: training stops early when an evaluation reaches it, such as `val/accuracy >= 0.97`. Needs
     `evaluation.every`."""
@@ -27,7 +27,7 @@ class StopSettings(Settings):
 
 
 class EvaluationSettings(Settings):
-    """When the splits other than `train` are evaluated; they always are at the end."""
+    """When the splits other than `train` are evaluated; they are always evaluated at the end."""
 
     test: Literal["with_others", "at_end"] = "with_others"
     """When the split `test` is evaluated: with the others, or only at the end, so that no decision depends on it."""

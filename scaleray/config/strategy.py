@@ -1,4 +1,4 @@
-"""Settings of the strategy that distributes the model over the workers, except those of FSDP, and of the workers'
+"""Settings of the strategy, which distributes the model over the workers, except those of FSDP, and of the workers'
 shares."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class SharesSettings(Settings):
 
     by: Literal["equal", "speed", "given"] = "equal"
     """How samples are divided. equal: in equal parts. speed: in proportion to each worker's measured samples per
-    second. given: in proportion to `speeds`. The samples of a step, and so their sum, stay the same."""
+    second. given: in proportion to `speeds`. The samples of a step stay the same."""
     speeds: tuple[Positive, ...] | None = None
     """With `by: given`: relative speed of each worker, in order of rank, such as [2, 1]. Ray assigns ranks to nodes."""
     measure_every: Count = 50
@@ -40,10 +40,10 @@ class GossipSettings(Settings):
     """gossip: send parameters to neighbours and continue; mix in theirs when they arrive."""
     max_staleness: Annotated[int, Field(ge=0, le=1000)] = 4
     """async_sgd, asynchronous gossip: steps by which a worker may be ahead of the slowest one (gossip: of its partners)
-    before it waits. Each step of lead needs the memory of the trained parameters twice."""
+    before it waits. Each step of lead needs twice the memory of the trained parameters."""
     meet_every: Count = 50
     """Steps between two synchronisations of all workers, at which losses are summed and decisions are made. Evaluations
-    and checkpoints synchronise, too."""
+    and checkpoints also synchronise."""
 
 
 class LocalSgdSettings(Settings):
@@ -96,7 +96,7 @@ class LocalSgdSettings(Settings):
                 "steps; use fewer"
             )
         if self.streams and self.node_sync_every is not None:
-            raise ValueError("local_sgd.node_sync_every: fragments are averaged over all replicas; leave it out")
+            raise ValueError("local_sgd.node_sync_every: fragments are averaged over all replicas; omit it")
         return self
 
     @model_validator(mode="after")

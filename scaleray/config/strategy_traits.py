@@ -6,10 +6,10 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """Traits of a strategy that other modules depend on, so that none keeps a list of names."""
+    """Traits of a strategy, which other modules use instead of lists of names."""
 
     axes: tuple[str, ...] = ("replicate",)
-    """Axes of the mesh that it spreads a model over, see `config.parallel`."""
+    """Axes of the mesh over which it spreads a model, see `config.parallel`."""
     trains_apart: bool = False
     """Whether workers hold different values of the same parameters, which agree only approximately or at intervals. All
     other strategies give the result of a single process: a run may continue under another of them.
@@ -35,7 +35,7 @@ class Traits:
 
     @property
     def splits_parameters(self) -> bool:
-        """Whether a worker holds only a part of the parameters while the model is in use."""
+        """Whether a worker has only a part of the parameters while the model is in use."""
         return self.splits_replica or self.sharding == "zero3"
 
 

@@ -67,7 +67,7 @@ NOTES: dict[str, str] = {
     "checkpoint.every": "with its unit, as in '1 epoch' or '500 steps'",
     "batch.global_size": "samples of one step over all workers",
     "batch.micro_size": "accumulation follows from it, batch.global_size and scale.workers",
-    "scale.workers": "one per GPU, each with scale.gpus_per_worker; data.readers sets who reads the rows",
+    "scale.workers": "one per GPU, each with scale.gpus_per_worker; data.readers sets the reader of the rows",
     "schedule.final_ratio": "as a share of the learning rate",
     "strategy.name": "ddp, fsdp and others by name",
     "precision.dtype": "fp32, bf16 or fp16",

@@ -21,13 +21,13 @@ class WorkloadSettings(Settings):
 
     weights: str | None = None
     """Weights to start from, for fine-tuning: a run's folder or name in the storage path (its newest checkpoint, or its
-    final weights if it has none), a file `.pt` or `.safetensors`, a folder of `scaleray checkpoint import`, one
+    final weights if there is none), a file `.pt` or `.safetensors`, a folder of `scaleray checkpoint import`, one
     checkpoint, a folder in Hugging Face's layout (config.json and model.safetensors), or an adapter of peft
     (adapter_config.json), which only sets the adapters."""
 
     @property
     def stem(self) -> str:
-        """The class's name in lower case, for the names of runs and folders."""
+        """Name of the class in lower case, for the names of runs and folders."""
         return self.name.rpartition(":")[2].rpartition(".")[2].lower() or "run"
 
     @field_validator("args", mode="after")
@@ -37,7 +37,7 @@ class WorkloadSettings(Settings):
 
 
 def _plain(value: Any, name: str, depth: int = 1) -> Any:
-    """The value in a form that YAML and JSON preserve, so that a saved config builds the same workload."""
+    """Convert a value to a form that YAML and JSON preserve, so that a saved config builds the same workload."""
     if depth > DEEPEST_ARGUMENT:
         raise ValueError(f"{name} is nested more than {DEEPEST_ARGUMENT} deep")
     if isinstance(value, (list, tuple)):
@@ -55,6 +55,6 @@ def _plain(value: Any, name: str, depth: int = 1) -> Any:
     if value is None or isinstance(value, (bool, int, float)):
         return value
     raise ValueError(
-        f"{name} holds a {type(value).__name__}; give numbers, text (dates in quotes), true/false, none, "
+        f"{name} contains a {type(value).__name__}; give numbers, text (dates in quotes), true/false, none, "
         "or lists and mappings of them"
     )

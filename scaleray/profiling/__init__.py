@@ -1,1 +1,1 @@
-"""Profiles: attribution of time from the workers' measurements. Pure functions on numpy arrays, without effects."""
+"""Profiles: attribution of a run's time, from the workers' measurements. Pure functions on numpy arrays."""

@@ -1,4 +1,4 @@
-"""Cost of collectives: bytes on the busiest link, and the time that a rank waits for them; short names of layers.
+"""Cost of collectives: bytes on the busiest link and waiting time; also short names of layers.
 
 Used by profiling/run_profile (rows of a record). Bus bandwidth is computed for the collective's own group size, so that
 it is comparable with the speed of a link for any operation. Source: NCCL tests, PERFORMANCE.md.
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from scaleray.records.profile_record import CollectiveRow
 
 MOST_PARTS = 4
-"""Most parts of a list of layers that are written out."""
+"""Most parts written out in a list of layers."""
 
 
 def layer_range(parameters: Iterable[str]) -> str:
@@ -34,7 +34,7 @@ def layer_range(parameters: Iterable[str]) -> str:
 
 
 def _runs(numbers: Iterable[int]) -> list[str]:
-    """Numbers as `0-3`, `7`."""
+    """Numbers as text with ranges, such as `0-3`, `7`."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:

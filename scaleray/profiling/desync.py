@@ -1,4 +1,5 @@
-"""Find the collective in which a training hangs, and the ranks that caused it, from each rank's record of last calls.
+"""Find the collective in which a training hangs, and the ranks that caused it, from each rank's record of its last
+calls.
 
 Ranks of a group must call the same collectives in the same order. Their sequence numbers are compared: the training
 broke where two ranks made different calls under one number, or a rank never reached a number. Torch's own analyzer
@@ -16,7 +17,7 @@ from enum import StrEnum
 from scaleray.records.hangs import Call, Group, RankDump, place_of
 
 UNEVEN = ("all_to_all", "all_gather_v", "reduce_scatter_v", "barrier")
-"""Prefixes of collectives whose sizes may differ between ranks, or which have none."""
+"""Prefixes of collectives whose sizes may differ between ranks or that have no size."""
 BY_OUTPUT = ("scatter",)
 """Collectives to which only one rank contributes data."""
 
@@ -41,14 +42,14 @@ class Desync:
     number: int
     """Sequence number in the group."""
     calls: Mapping[int, Call]
-    """Call under this number by rank, for the ranks that reached it and recorded it."""
+    """Call with this number, by rank, for ranks that reached and recorded it."""
     missing: tuple[int, ...] = ()
     """Ranks that did not reach the call, or whose calls are unknown."""
     odd: tuple[int, ...] = ()
     """Ranks that made a different call from the majority."""
     hint: str = ""
     and_then: Desync | None = None
-    """Fault at which a missing rank itself waits, if ranks wait in a cycle."""
+    """Fault at which a missing rank waits, if ranks wait in a cycle."""
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -108,7 +109,8 @@ def _tables(dumps: Mapping[int, RankDump]) -> list[_Calls]:
 
 
 def _pending(dump: RankDump, own: Sequence[Call]) -> frozenset[int]:
-    """Numbers of a rank's unfinished calls. After an error all look finished, and the last one failed."""
+    """Numbers of a rank's unfinished calls. After an error all calls look finished, and the last one is taken as
+    failed."""
     newest = max((call.called_at_ns for call in dump.calls or ()), default=0)
     return frozenset(c.number for c in own if not c.is_done or (dump.is_after_error and c.called_at_ns == newest))
 
@@ -135,7 +137,7 @@ def _difference(table: _Calls) -> Desync | None:
 
 
 def _absence(table: _Calls) -> Desync | None:
-    """Number that some rank did not reach while others did."""
+    """Call number that some ranks did not reach while others did."""
     if not table.of:
         return None
     lowest, highest = min(table.last.values()), max(table.last.values())
@@ -225,7 +227,7 @@ def _order_hint(usual: Mapping[int, Call], odd: Mapping[int, Call], number: int,
 
 
 def _skip_hint(table: _Calls, absent: int, present: int) -> str:
-    """Hint that an absent rank skipped a call that looks like its next one: the source lines differ."""
+    """Hint that an absent rank skipped a call that resembles its next one, if their source lines differ."""
     lacks, has = table.of[absent], table.of[present]
     for number in sorted(lacks):
         ours, theirs = lacks[number], has.get(number)

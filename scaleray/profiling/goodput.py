@@ -16,9 +16,10 @@ from scaleray.records.profile_record import Goodput
 PRODUCTIVE, START, RESTART, REPEATED = "productive", "start", "restart", "repeated"
 INPUT, CHECKPOINT, EVALUATION, OTHER = "input", "checkpoint", "evaluation", "other"
 CLASSES = (PRODUCTIVE, START, RESTART, REPEATED, INPUT, CHECKPOINT, EVALUATION, OTHER)
-"""Classes of a run's time. start: until the first step, and its excess over the next. restart: the same for each
-further attempt, from the last event of the previous one. repeated: steps taken before. input: part of steps spent
-waiting for rows. checkpoint: part spent waiting for a checkpoint. other: the rest, such as the end of the run."""
+"""Classes of a run's time. start: time until the first step, and its excess over the next step. restart: the same for
+each further attempt, from the last event of the previous one. repeated: steps that were taken before. input: part of
+steps spent waiting for rows. checkpoint: part spent waiting for a checkpoint. other: the rest, such as the end of the
+run."""
 NEWER = ("longest_without_checkpoint_s",)
 """Keys missing in states of older versions."""
 
@@ -36,7 +37,7 @@ class GoodputLedger:
     at: float = 0.0
     """Time of the last recorded event, in seconds since 1970."""
     longest_without_checkpoint_s: float = 0.0
-    """Longest training time in any attempt that was not saved in a checkpoint."""
+    """Longest training time of any attempt that no checkpoint covered."""
     # of this attempt
     _begun_at: float = 0.0
     _first: tuple[float, str] | None = None  # seconds of its first step, and its class
@@ -45,7 +46,7 @@ class GoodputLedger:
     _held_at: float = 0.0  # start of the work that no checkpoint holds
 
     def begin(self, at: float) -> None:
-        """Begin another attempt: the run itself, or its continuation from a checkpoint. The time since the last event
+        """Begin an attempt: the run's first one, or its continuation from a checkpoint. The time since the last event
         of the previous attempt is part of the restart.
         """
         self.attempts += 1
@@ -99,7 +100,7 @@ class GoodputLedger:
         self.at = max(self.at, at)
 
     def _hold(self, at: float) -> None:
-        """Count the work so far that no checkpoint holds."""
+        """Count the work so far that no checkpoint covers."""
         self.longest_without_checkpoint_s = max(self.longest_without_checkpoint_s, at - self._held_at)
 
     def goodput(self, now: float) -> Goodput:

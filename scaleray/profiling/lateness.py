@@ -1,8 +1,8 @@
 """Ranks that arrive late at the collectives of a step, and the layers in which the delay arises.
 
-Phase timers cannot show it: a rank with a slow backward pass makes all others wait in theirs, so all measure the same.
-The times at which each rank's gradients become ready do show it. Used by profiling/run_profile and profiling/verdict;
-measured by training/profile/arrival_recording.py. All arrays have one row per step.
+Phase timers cannot show this: a rank with a slow backward pass makes all others wait in theirs, so all measure the
+same. The times at which each rank's gradients become ready do show it. Used by profiling/run_profile and
+profiling/verdict; measured by training/profile/arrival_recording.py. All arrays have one row per step.
 """
 
 import itertools
@@ -20,7 +20,7 @@ LEAST_STEPS = 8
 MOST_BLOCKS = 30
 """Blocks of steps in a sign test: enough for thousands of ranks and places at once."""
 ALIGNED_TOGETHER = 50
-"""Rows over which two clocks count as running at the same rate: they drift apart by some 10 us per second."""
+"""Rows over which two clocks are taken to run at the same rate; they drift apart by some 10 us per second."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Arrivals:
 
 
 def aligned(measured: Sequence[RankArrivals]) -> Arrivals | None:
-    """Arrivals of at least two ranks on one clock, in the steps that all have measured; None if they share none.
+    """Arrivals of at least two ranks on one clock, in steps measured by all of them; None if there are none.
 
     Clocks of different hosts and GPUs are aligned by the ends of the steps' common collectives, which reach all ranks
     simultaneously up to a message's latency.
@@ -108,8 +108,8 @@ def in_flight_s(arrivals: Arrivals) -> tuple[np.ndarray, np.ndarray]:
 def find_stragglers(
     arrivals: Arrivals, *, step_s: float, least_share: float = 0.05, least_s: float = 0.001, alpha: float = 0.001
 ) -> list[Straggler]:
-    """Ranks that lose at least `least_share` of a step and `least_s` somewhere, worst first, each with the place of its
-    largest loss. Delays below a millisecond come from a host's scheduler or rank 0's recording.
+    """Ranks that lose at least `least_share` of a step and `least_s` at some place, worst first, each with the place of
+    its largest loss. Delays below a millisecond come from a host's scheduler or rank 0's recording.
 
     A rank is not reported merely for being last: it must be later than the others in block after block of steps (a sign
     test, at level `alpha` for all ranks and places together), and by enough. Medians over blocks are used, so that a
@@ -180,7 +180,8 @@ def _last_arrival(arrivals: Arrivals) -> np.ndarray:
 
 
 def _put_on_one_clock(times: np.ndarray, met: np.ndarray, clocks: Sequence[str]) -> None:
-    """Shift times in place so that the ends of steps coincide on all clocks; ranks with the same clock do not move."""
+    """Shift times in place so that the ends of steps coincide on all clocks; times of ranks with the same clock
+    stay."""
     of_clock = {name: [i for i, clock in enumerate(clocks) if clock == name] for name in dict.fromkeys(clocks)}
     if len(of_clock) == 1:
         return

@@ -1,7 +1,7 @@
-"""Slow link between two ranks: each pair is measured alone and compared with the others.
+"""Slow links between two ranks: each pair is measured alone and compared with the others.
 
-A collective cannot show it: in an all-reduce all ranks wait equally for the slowest link. With two ranks there is one
-pair and nothing to compare it with. Used by profiling/run_profile and profiling/verdict.
+A collective cannot show them: in an all-reduce, all ranks wait equally for the slowest link. With two ranks there is
+one pair and nothing to compare it with. Used by profiling/run_profile and profiling/verdict.
 """
 
 import statistics
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from scaleray.records.profile_record import LinkRow
 
 SLOW = 0.5
-"""Share of the median bandwidth below which a link is slow; links of a shared machine vary by less."""
+"""Share of the median bandwidth below which a link is slow; links on a shared machine vary by less."""
 
 
 EVERY_OTHER = "any"
@@ -31,8 +31,7 @@ class SlowLink:
 
 
 def slow_link(rows: Sequence[LinkRow]) -> SlowLink | None:
-    """Return the slowest link, if it is slow compared with the others; None if they are alike, or too few to
-    compare."""
+    """Return the slowest link if it is slow compared with the others; None if links are alike or too few to compare."""
     ways = {(row.sender, row.receiver): row.bytes_per_s for row in rows}
     pairs: dict[tuple[int, int], float] = {}
     for (sender, receiver), rate in ways.items():

@@ -24,7 +24,7 @@ from scaleray.records.profile_record import (
 
 
 def spread(total: float, values: np.ndarray, series: Sequence[float] = ()) -> Spread:
-    """Summary of a quantity measured in every step. values: of single steps. series: its mean in each bucket."""
+    """Summary of a quantity measured in every step. values: one per step. series: mean of each bucket."""
     if not len(values):
         return Spread(total, 0.0, 0.0, list(series))
     median, p90 = np.percentile(values, (50, 90))
@@ -38,7 +38,7 @@ def steps_in_buckets(num_steps: int, width: int) -> np.ndarray:
 
 
 def rounded(values: Iterable[float]) -> list[float]:
-    """The values with seven digits, beyond the precision of a clock, which keeps records of many ranks small."""
+    """Values with seven digits, more than the precision of a clock; this keeps records of many ranks small."""
     return [float(f"{value:.7g}") for value in values]
 
 
@@ -105,7 +105,7 @@ def _with_waits(
 def _timed(
     row: CollectiveRow, arrivals: Arrivals, waits: np.ndarray, by_rank: dict[int, RankMeasurements]
 ) -> CollectiveRow:
-    """Add seconds, exposed share and bus bandwidth to the row, as far as arrivals provide them."""
+    """Add seconds, exposed share and bus bandwidth to a row, as far as arrivals provide them."""
     if row.rank not in arrivals.ranks:
         return with_bandwidth(row)
     number, num_steps = arrivals.ranks.index(row.rank), by_rank[row.rank].num_steps + 1
@@ -142,7 +142,7 @@ def _means_over_time(steps: np.ndarray, values: np.ndarray, over: Buckets) -> np
 
 
 CLOSES_WITHIN = 0.01
-"""Largest share of a step by which the sum of its parts may differ from it."""
+"""Largest difference between a step and the sum of its parts, as a share of the step."""
 STEP = "step"
 """Column of whole steps, next to those of phases."""
 PAUSES = "pauses"
@@ -152,8 +152,8 @@ PAUSES = "pauses"
 def run_profile(
     measured: Sequence[RankMeasurements], *, goodput: Goodput | None = None, traced_steps: int = 0
 ) -> RunProfile | None:
-    """Return the profile of all ranks; None if no rank measured a step. traced_steps: number of steps at the end that a
-    trace slowed down."""
+    """Return the profile of all ranks; None if no rank measured a step. traced_steps: number of final steps slowed down
+    by a trace."""
     ranks = sorted((one for one in measured if one.num_steps > 0), key=lambda one: one.rank)
     if not ranks:
         return None
@@ -176,7 +176,7 @@ def run_profile(
 
 
 def _notes(ranks: Sequence[RankMeasurements]) -> list[str]:
-    """Missing measurements, with the ranks unless all of them lack one."""
+    """Missing measurements, with their ranks unless all are concerned."""
     by_note: dict[str, list[int]] = {}
     for one in ranks:
         for note in one.notes:

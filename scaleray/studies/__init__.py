@@ -1,1 +1,1 @@
-"""`scaleray study`: measurements of how a training scales, fitted laws and reports; and comparisons of runs."""
+"""`scaleray study`: measurements of how a training scales, with fitted laws and reports, and comparisons of runs."""

@@ -1,4 +1,4 @@
-"""The report of any record: of a training, a study or a sweep."""
+"""Reports of any record: a training, a study or a sweep."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scaleray.sweeps.sweep_page import write_sweep_report
 
 @names_what_is_missing
 def report(run: str | Path, *, out: str | Path | None = None, uri: str | None = None) -> list[Path]:
-    """Write the report of a recorded training, study or sweep again; returns its files, report.html first.
+    """Rewrite the report of a recorded training, study or sweep, and return its files, report.html first.
 
     run: its folder, its name in the storage path, or its id or name in MLflow at `uri`. out: a folder; None: the run's
     own."""
@@ -26,7 +26,7 @@ def report(run: str | Path, *, out: str | Path | None = None, uri: str | None = 
 
 
 def write_report(found: FoundRun, out: Path | None = None) -> list[Path]:
-    """Write the report; returns the paths of its files, report.html first. Raises StorageError.
+    """Write the report and return the paths of its files, report.html first. Raises StorageError.
 
     out: a folder; None: the record's own, or report-NAME in the current folder if that is not on this machine."""
     record = found.record

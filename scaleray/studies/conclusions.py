@@ -1,4 +1,4 @@
-"""Conclusions from a study's points beyond their curves: text, and the planner's model as a law."""
+"""Conclusions from a study's points in addition to curves: notes, and the planner's model as a law."""
 
 import dataclasses
 import math
@@ -41,7 +41,7 @@ def planner_law(
 ) -> GivenLaw:
     """The planner's law for a curve of these points, at least two.
 
-    profile: the model's, or the reason for its absence. hardware: of the workers. Raises UsageError if there is no
+    profile: of the model, or the reason for its absence. hardware: of the workers. Raises UsageError if there is no
     law."""
     base, *_, largest = sorted(points, key=lambda point: point.workers)
     _check(config, points)
@@ -114,7 +114,7 @@ def _doubled(largest: Point) -> Size | None:
 def _node(
     config: RunConfig, hardware: Sequence[Mapping[str, Any]], workers_per_node: int, *, most_workers: int
 ) -> Cluster:
-    """Hardware of the workers, one node of it, by the catalogue."""
+    """One node of the workers' hardware, from the catalogue."""
     name = "cpu"
     if config.scale.gpus:
         names = [n for kind in hardware for n in (kind.get("accelerators") or {}).get("names", ())]
@@ -133,7 +133,7 @@ def _precision(config: RunConfig) -> str:
 
 
 def points_of_others(more: Iterable[StudyRecord], own: Sequence[Point], modes: Sequence[str]) -> list[Point]:
-    """Points of other studies on curves of these modes that this one lacks; of several, the first."""
+    """Points of other studies on curves of these modes that this study lacks; the first if there are several."""
     found = {(point.mode, point.workers): point for point in own}
     for other in more:
         for point in (at.point for curve in other.curves for at in curve.points if curve.mode in modes):
@@ -150,8 +150,7 @@ def planner_laws(
     *,
     workers_per_node: int,
 ) -> tuple[list[GivenLaw], str]:
-    """The planner's model as a law for a curve of these points, or a note with the reason against it. See
-    `planner_law`."""
+    """The planner's model as a law for these points, or a note on why it cannot be used. See `planner_law`."""
     if len(points) < 2:
         return [], ""
     try:
@@ -161,7 +160,7 @@ def planner_laws(
 
 
 def words_of(curves: Sequence[Curve], points: Sequence[Point], target: str, notes: Iterable[str]) -> list[str]:
-    """The verdict of every curve, and further notes for a reader. notes: more sentences; empty ones are ignored."""
+    """Verdict of every curve, and further notes. notes: more sentences; empty ones are ignored."""
     noisy = study_noise.surest(points)
     return [
         *(curve.verdict for curve in curves if curve.verdict),
@@ -174,7 +173,7 @@ def words_of(curves: Sequence[Curve], points: Sequence[Point], target: str, note
 
 
 def about_target(target: str, points: Sequence[Point]) -> list[str]:
-    """A sentence if some points' training missed the target."""
+    """Sentence on trainings that missed the target, if any."""
     trained = [(point, point.to_target) for point in points if point.to_target is not None]
     missed = [(point, result) for point, result in trained if not result.is_reached]
     if not missed:
@@ -185,16 +184,17 @@ def about_target(target: str, points: Sequence[Point]) -> list[str]:
     last = f"{nearest.metric} {nearest.value:.4g} after {nearest.samples} samples on {workers}"
     if len(missed) == len(trained):
         return [
-            f"The target {target} was never reached, the nearest is {last}: train longer (stop.after), or lower it."
+            f"The target {target} was never reached; the closest result is {last}. Train longer (stop.after), or lower "
+            f"the target."
         ]
     names = ", ".join(
         f"{point.mode} {quantity(point.workers, 'worker')} (batch {point.global_batch_size})" for point, _ in missed
     )
-    return [f"The target {target} was missed on {names}; the closest is {last}."]
+    return [f"The target {target} was missed on {names}; the closest result is {last}."]
 
 
 def about_launches(points: Sequence[Point]) -> list[str]:
-    """A sentence if points of one curve come from different launches."""
+    """Sentence on points of one curve from different launches, if any."""
     apart: list[str] = []
     for mode in MODES:
         own = [(point, {launch_of(name) for name in point.rounds} - {""}) for point in points if point.mode == mode]
@@ -210,11 +210,11 @@ def about_launches(points: Sequence[Point]) -> list[str]:
 
 
 def about_steadiness(points: Sequence[Point]) -> list[str]:
-    """A sentence with the meaning of the mark of points that are not steady, if there are any."""
+    """Sentence that explains the mark of points that are not steady, if any."""
     unsteady = [f"{point.mode} {quantity(point.workers, 'worker')}" for point in points if NOT_STEADY in point.marks]
     if not unsteady:
         return []
     return [
-        f"Not steady ({', '.join(unsteady)}): in half of the measurements or more, steps became slower or faster, or "
-        f"fewer than {LEAST_STEPS} followed the warm-up: end other programs, or give more --steps."
+        f"Not steady ({', '.join(unsteady)}): in at least half of the measurements, steps became slower or faster, or "
+        f"fewer than {LEAST_STEPS} followed the warm-up. End other programs, or give more --steps."
     ]

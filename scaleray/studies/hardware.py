@@ -1,4 +1,4 @@
-"""Capacity for a study's workers: cores, Ray's CPUs, sizes measured despite too few cores, and the hardware."""
+"""Capacity for a study's workers: cores, Ray's CPUs, hardware, and the sizes that fit."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -23,8 +23,8 @@ OVERSUBSCRIBED, RELAUNCHED = "oversubscribed", "relaunched"
 
 
 def nodes_of(config: RunConfig, sizes: Sequence[int], workload: Any, *, oversubscribe: bool) -> list[Node]:
-    """Nodes of the connected cluster. With `scale.wait_for_nodes_s`, waits until they hold the largest number of
-    workers, or the smallest if workers may share cores. Raises ClusterError at the deadline."""
+    """Nodes of the connected cluster. With `scale.wait_for_nodes_s`, waits until the largest number of workers fits, or
+    the smallest if workers may share cores. Raises ClusterError at the deadline."""
     workers = max(sizes)
     if config.scale.wait_for_nodes_s and (oversubscribe or sleeps(workload)):
         workers = min(sizes)
@@ -34,7 +34,7 @@ def nodes_of(config: RunConfig, sizes: Sequence[int], workload: Any, *, oversubs
 
 def topology_of(config: RunConfig, nodes: Sequence[Node] | None) -> dict[str, Any]:
     """Nodes and start method of workers, for the conditions. nodes: the cluster's nodes; None without Ray. Addresses
-    are left out, since they change when a cluster restarts but measurements do not."""
+    are omitted, since they change when a cluster restarts but measurements do not."""
     if nodes is None:
         return {
             "launch": "gloo processes",
@@ -50,7 +50,7 @@ def topology_of(config: RunConfig, nodes: Sequence[Node] | None) -> dict[str, An
 
 
 def num_cores(nodes: Sequence[Node] | None) -> int:
-    """Cores of this machine, or of all nodes: Ray's CPUs, which on this machine may be more than it has."""
+    """Cores of this machine, or Ray's CPUs of all nodes, which may exceed this machine's cores."""
     here = psutil.cpu_count() or 1
     if nodes is None:
         return here
@@ -62,7 +62,7 @@ def num_cores(nodes: Sequence[Node] | None) -> int:
 
 
 def workers_per_node(config: RunConfig, nodes: Sequence[Node] | None) -> int:
-    """Number of workers that fit on the largest node: more of them communicate over a network."""
+    """Number of workers that fit on the largest node; more workers communicate over a network."""
     scale = config.scale
     if nodes is None:
         return max(1, int((psutil.cpu_count() or 1) / scale.cpus_per_worker))
@@ -73,7 +73,7 @@ def workers_per_node(config: RunConfig, nodes: Sequence[Node] | None) -> int:
 @dataclass(frozen=True)
 class Room:
     """Sizes of a study that fit. sizes: the numbers of workers to measure. shares_cores: whether the largest one has
-    fewer cores than workers. left_out: a sentence on sizes that are not measured, or empty."""
+    fewer cores than workers. left_out: sentence on sizes that are not measured, or empty."""
 
     sizes: list[int]
     shares_cores: bool
@@ -93,7 +93,7 @@ def find_room(
         return Room(ordered, True)
     kept, more = [n for n in ordered if n <= cores], [n for n in ordered if n > cores]
     has = f"{'this machine' if nodes is None else 'the cluster'} has {quantity(cores, 'core')}"
-    reason = f"{has}, and workers that share one give no valid measurement"
+    reason = f"{has}, and workers that share a core give no valid measurement"
     ways_out = (
         "an emulated accelerator (scaleray.emulation) rehearses more; "
         "--oversubscribe measures them anyway and marks every value"
@@ -131,13 +131,12 @@ def launch_config(config: RunConfig, room: Room, nodes: Sequence[Node] | None) -
             scale["scale.cpus_per_worker"] = max(0.01, int(100 * cpus / workers) / 100)
     spread = config.changed(scale)
     where = "without GPUs: --scale.gpus-per-worker 0" if config.scale.gpus else "only on this machine with --local"
-    check_option_fits("--world-sizes", spread, nodes, hint=f"leave the size out, or measure {where}")
+    check_option_fits("--world-sizes", spread, nodes, hint=f"omit the size, or measure {where}")
     return spread
 
 
 def check_one_kind(study_sizes: Iterable[StudySize]) -> None:
-    """Refuse sizes that were measured on different hardware: separate launches may run on different machines. Raises
-    ClusterError."""
+    """Refuse sizes that were measured on different hardware, as separate launches may be. Raises ClusterError."""
     kinds = {size.name: size.turns[-1].hardware for size in study_sizes if size.turns}
     distinct = {json.dumps(kind, sort_keys=True): name for name, kind in kinds.items()}
     if len(distinct) > 1:
@@ -151,8 +150,7 @@ def check_one_kind(study_sizes: Iterable[StudySize]) -> None:
 
 
 def peak_flops(config: RunConfig, turns: Sequence[Repeat]) -> float | None:
-    """Dense peak of one worker's device in FLOP/s: the config's, or the catalogue's for its GPU; None if neither has
-    it."""
+    """Dense peak of one worker's device in FLOP/s, from the config or from the catalogue; None if neither has it."""
     if config.study.peak_tflops is not None:
         return config.study.peak_tflops * 1e12
     names = [

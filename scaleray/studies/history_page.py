@@ -58,7 +58,7 @@ def experiment_curves(
 
 
 def history_drawing(history: History, *, name: str) -> Drawing:
-    """The history as a figure. name: the stem of its file's name."""
+    """The history as a figure. name: stem of its file name."""
     import numpy as np
 
     moments: list[Any] = [datetime.fromisoformat(str(one.values["started"])) for one in history.points]
@@ -82,7 +82,7 @@ def history_drawing(history: History, *, name: str) -> Drawing:
     return draw(name, history.title, caption, paint, is_wide=True)
 
 
-CHANGE_IS = "a change is marked if the energy distance between both sides is beyond chance (E-divisive, 5 %)"
+CHANGE_IS = "a change is marked if the energy distance between both sides exceeds chance (E-divisive, 5 %)"
 
 
 def history_table(history: History, *, rows: int | None = None) -> Table:
@@ -106,12 +106,12 @@ def history_table(history: History, *, rows: int | None = None) -> Table:
     columns = ("started", "name", history.figure.replace("_", " "), "change")
     notes = [CHANGE_IS] if history.changes else []
     left_out = len(history.points) - len(cells)
-    notes += [f"{quantity(left_out, 'earlier point')} left out: --rows, --html or --json"] if left_out else []
+    notes += [f"{quantity(left_out, 'earlier point')} omitted: use --rows, --html or --json"] if left_out else []
     return Table(history.title, columns, tuple(cells), tuple(notes))
 
 
 def history_headline(found: Sequence[History]) -> str:
-    """Line with the number of changes."""
+    """Headline with the number of changes."""
     changes = [(history, one) for history in found for one in history.changes]
     worse = sum(history.is_worse(one) for history, one in changes)
     points = sum(len(history.points) for history in found)
@@ -136,7 +136,7 @@ def history_page(found: Sequence[History], *, command: str) -> str:
         headline=history_headline(found),
         sections=sections,
         command=command,
-        notes=[f"{CHANGE_IS[0].upper()}{CHANGE_IS[1:]}. Invalid and changed measurements are left out."],
+        notes=[f"{CHANGE_IS[0].upper()}{CHANGE_IS[1:]}. Invalid and changed measurements are omitted."],
         closing="This page needs no network.",
     )
     return render(page)

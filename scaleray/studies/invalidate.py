@@ -1,4 +1,4 @@
-"""Invalid measurements: they are kept, with the reason, and no study reuses them."""
+"""Mark measurements as invalid: they are retained with the reason, and no study reuses them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONGEST_REASON = 1000
 def invalidate_experiment(run: str, reason: str, *, uri: str | None = None) -> list[str]:
     """Mark a run, study, sweep or a single point as invalid in MLflow: `scaleray tracking invalidate`.
 
-    run: its id or name in MLflow; of a point or trial its id. It stays in MLflow with the reason, and is not used by
+    run: its id or name in MLflow, for a point or trial its id. It stays in MLflow with the reason, and is not used by
     `tracking curve`, by `plan --learn`, or by a later study of the same conditions, which would otherwise reuse its
     measurements. Returns lines on the changes. Raises UsageError for a run that does not exist or is already marked."""
     if not reason.strip() or len(reason) > LONGEST_REASON:
@@ -42,7 +42,7 @@ def invalidate_experiment(run: str, reason: str, *, uri: str | None = None) -> l
 
 
 def _find(run: str, store: str) -> tuple[Any, Any]:
-    """MLflow's client and the run; a child is found by its id."""
+    """Find the run; returns it with MLflow's client. A child is found by its id."""
     if re.fullmatch(r"[0-9a-f]{32}", run):
         with contextlib.suppress(Exception):
             client = open_client(store)
@@ -59,7 +59,7 @@ def _find(run: str, store: str) -> tuple[Any, Any]:
 
 
 def _keep_from_studies(study: Any, point: Any | None, reason: str) -> list[str]:
-    """Mark its measurements in the folder of reusable measurements."""
+    """Mark the measurements of a study as invalid in the folder of reusable measurements."""
     path = study.data.params.get("checkpoint.storage_path")
     if path is None:
         return []

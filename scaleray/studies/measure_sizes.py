@@ -72,7 +72,7 @@ class SubGroups:
     @contextlib.contextmanager
     def of(self, size: int) -> Iterator[RankContext | None]:
         """Context of the first `size` workers, which get their place in a separate group; others get None and wait at
-        the end. Collective over all workers. Raises PeerLostError if it failed on another worker."""
+        the end. Collective over all workers. Raises PeerLostError if another worker failed."""
         self._number += 1
         name = f"group {self._number}"
         position = self._order.index(self.place.rank)
@@ -126,7 +126,7 @@ class SubGroups:
         return str(self._store.get(f"value {self._number}").decode())
 
     def close(self) -> None:
-        """Leave the group together. Collective: the store's server must outlive its last client."""
+        """Leave the group. Collective, as the store's server must outlive its last client."""
         if self._store is not None:
             if self._store.add("closed", 1) == self.place.world_size:
                 self._store.set("all closed", "1")
@@ -156,8 +156,8 @@ def leave_group() -> None:
 def measure_noise(
     job: TrainJob, place: RankContext, *, num_steps: int, sources: Sources, say: Say
 ) -> NoiseHistory | None:
-    """Train the first `num_steps` steps and measure the noise scale in each. Collective; rank 0's result is the
-    group's. None if the training does not measure noise."""
+    """Train the first `num_steps` steps and measure the noise scale in each. Collective; rank 0 has the group's result.
+    None if the training does not measure noise."""
     short = job.changed({"noise_scale.every_steps": 1}, first_steps=num_steps)  # its time does not count
     summary = loop.run(short, place, sources=sources, emit=emit_to([], say, place))
     return noise_history(summary.noise, covers="its first steps")
@@ -203,13 +203,13 @@ class StudySize:
     steps: int = 40
     seconds: float = 3.0
     period: int = 1
-    """Number of steps after which the training's steps repeat."""
+    """Period of the training's rare events, in steps."""
     trains_to_target: bool = False
     measures_noise: bool = False
     """Whether noise is measured: during the training to the target if there is one, otherwise over as many untimed
     steps as a measurement has."""
     marks: list[str] = field(default_factory=list)
-    """Conditions of its measurements that must be shown with every value, as far as known beforehand."""
+    """Marks to show with every value, on conditions of the measurement that are known in advance."""
     turns: list[Repeat] = field(default_factory=list)
     to_target: ToTarget | None = None
     noise: NoiseHistory | None = None
@@ -235,20 +235,20 @@ class StudySize:
         return not (self.num_missing or self.needs_noise or self.needs_target)
 
     def steps_of_a_repeat(self, step_time_s: float) -> int:
-        """Number of steps of a measurement, given the duration of one: whole periods, so that rare events are weighted
-        by their frequency."""
+        """Number of steps of a measurement, given the time of one: whole periods, so that rare events count by their
+        frequency."""
         wanted = max(self.steps, math.ceil(self.seconds / step_time_s)) if step_time_s > 0 else MOST_STEPS
         return math.ceil(min(wanted, max(MOST_STEPS, self.steps)) / self.period) * self.period
 
 
 Result = Repeat | ToTarget | NoiseHistory | RankSample | str
-"""Measurement of a size, a worker's sample from it, or a note."""
+"""Result of a measurement, a worker's sample during one, or a note."""
 OnResult = Callable[[tuple[str, Result]], Any]
 """Function called with the name of a size and a result."""
 
 
 def repeat_order(study_sizes: Sequence[StudySize], seed: int) -> list[tuple[int, StudySize]]:
-    """(round, size) of every measurement: each round has every unfinished size once, in its own order."""
+    """(round, size) of every measurement: each round has every unfinished size once, in a random order."""
     rounds = []
     for number in range(max((size.num_missing for size in study_sizes), default=0)):
         now = [size for size in study_sizes if size.num_missing > number]
@@ -261,8 +261,8 @@ def measure_sizes(
     place: RankContext, study_sizes: Sequence[StudySize], seed: int, tell: OnResult, sources: Sources
 ) -> None:
     """Take the missing measurements. Collective: every worker of the group calls it with the same sizes, and its
-    default process group is destroyed. seed: of the order of measurements. tell: called on the first worker with
-    each result, and by every worker after a measurement."""
+    default process group is destroyed. seed: for the order of measurements. tell: called on the first worker with each
+    result, and by every worker after a measurement."""
     config = study_sizes[0].job.config
     if place.device.type == "cpu":
         torch.set_num_threads(max(1, int(config.scale.cpus_per_worker)))
@@ -302,7 +302,7 @@ def measure_sizes(
 
 
 def _rehearse(size: StudySize, groups: SubGroups, sources: Sources) -> int:
-    """Number of steps of this size's measurements, from a few uncounted steps, which also warm caches, compilers and
+    """Number of steps of this size's measurements, from a few uncounted steps that also warm up caches, compilers and
     readers."""
     step_time_s = 0.0
     length = max(REHEARSAL_STEPS, 2 * size.period)
@@ -318,10 +318,10 @@ def _rehearse(size: StudySize, groups: SubGroups, sources: Sources) -> int:
 
 def train_to_target(job: TrainJob, place: RankContext, sources: Sources) -> list[ToTarget | NoiseHistory]:
     """Train until the config's target is reached, or to the end; return the cost, and the noise if the config measures
-    it. Collective; rank 0's results are the group's."""
+    it. Collective; rank 0 has the group's results."""
     target = job.config.stop.at
     if target is None:
-        raise ConfigError("stop.at", None, "it is the target to train to", "for example --stop.at 'val/loss <= 1.0'")
+        raise ConfigError("stop.at", None, "it sets the target to train to", "for example --stop.at 'val/loss <= 1.0'")
     samples, seconds, steps = 0, 0.0, 0
     curve: list[tuple[int, float, float]] = []
     recorded_at: list[float] = []

@@ -1,4 +1,4 @@
-"""The gradient noise scale of a study: the sizes that measure it, and its meaning for their batches."""
+"""Gradient noise scale in a study: sizes that measure it, and what it means for their batches."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,7 +10,7 @@ from scaleray.studies.measure_sizes import StudySize
 from scaleray.training.setup.job import TrainJob
 
 WELL = 2.0
-"""Factor from which a batch counts as well below or above the noise scale."""
+"""Factor at which a batch counts as well below or above the noise scale."""
 
 
 def with_noise(config: RunConfig) -> RunConfig:
@@ -80,11 +80,11 @@ def sentence(point: Point) -> str:
         return f"{first}; the batch of {batch} is well below it: a larger one needs few more samples."
     if batch >= WELL * noise.scale:
         return f"{first}; the batch of {batch} is well above it: much of a larger one is wasted."
-    return f"{first}; the batch of {batch} is about as large, and each doubling costs samples."
+    return f"{first}; the batch of {batch} is about as large, so each doubling needs more samples."
 
 
 _SOURCES = {
     "workers": "the workers' gradients",
     "first micro-batch": "first micro-batches",
-    "consecutive steps": "consecutive steps, which makes it too small at a high learning rate",
+    "consecutive steps": "consecutive steps, which underestimates it at a high learning rate",
 }

@@ -1,4 +1,4 @@
-"""A curve's point, from its measurements: steady steps and their cost."""
+"""Points of a curve, from their measurements: steady steps and their cost."""
 
 import statistics
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from scaleray.studies.measure_sizes import StudySize
 from scaleray.studies.repeat_store import studies_of
 
 NOT_STEADY = "not steady"
-"""Mark of a point whose measurements drift, or have too few steps to tell."""
+"""Mark of a point whose measurements drift, or have too few steps to show a drift."""
 
 
 def point_so_far(mode: Mode, size: StudySize) -> PointSoFar:
@@ -81,7 +81,7 @@ def point_of(mode: Mode, size: StudySize, config: RunConfig, *, profile: Workloa
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """Division of a measurement's step time, as shares that add up to 1. comm: None if it is part of compute."""
+    """Division of a measurement's step time into shares that add up to 1. comm: None if it is part of compute."""
 
     compute: float
     comm: float | None
@@ -103,7 +103,7 @@ def split(step_time_s: float, turn: Repeat, workers: int) -> TimeSplit:
 
 
 def periods(times: Sequence[float], period: int) -> list[float]:
-    """Means of consecutive groups of `period` steps; steps at the start that do not fill a group are left out."""
+    """Means of consecutive groups of `period` steps; steps at the start that do not fill a group are omitted."""
     first = len(times) % period
     return [statistics.fmean(times[start : start + period]) for start in range(first, len(times), period)]
 
@@ -127,5 +127,5 @@ def _mfu(samples_per_s: float, size: StudySize, config: RunConfig, profile: Work
         return mfu(profile.flops * samples_per_s, time_s=1.0, peak_flops_per_s=peak, num_devices=size.workers)
     except ImpossibleUtilisation as exc:
         raise RunFailedError(
-            f"{exc}. Correct study.peak_tflops, the peak of one worker; the measurements are kept"
+            f"{exc}. Correct study.peak_tflops, the peak of one worker; the measurements are stored"
         ) from exc

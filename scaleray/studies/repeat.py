@@ -52,8 +52,8 @@ def take_repeat(
     say: Say,
     samples: list[RankSample] | None = None,
 ) -> Repeat:
-    """Train some steps and time them. Collective over the place's group; rank 0's result is the group's. samples:
-    receives this worker's samples. In every second round the work without communication comes first, so that drift of
+    """Train some steps and time them. Collective over the place's group; rank 0 has the group's result. samples:
+    receives this worker's samples. In every second round, the work without communication comes first, so that drift of
     the machine favours neither."""
     is_alone_first = round % 2 == 1
     alone = _step_alone(job, place, sources) if is_alone_first else None
@@ -94,7 +94,7 @@ def take_repeat(
 
 
 class _Watcher:
-    """Probe that only stores the model."""
+    """Probe that only stores a reference to the model."""
 
     is_emulated = False
 
@@ -109,7 +109,7 @@ class _Watcher:
 
 
 class _Starter(_Watcher):
-    """Probe that starts the steps of all workers together. spent_s: seconds that this took, one number per step."""
+    """Probe that starts the steps of all workers together. spent_s: seconds that this took in each step."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.spent_s = device, list[float]()
@@ -132,7 +132,7 @@ def _check_complete(job: TrainJob, place: RankContext, steps: Sequence[StepRecor
 def emit_to(
     steps: list[StepRecord], say: Say, place: RankContext, samples: list[RankSample] | None = None
 ) -> Callable[[WorkerMessage], None]:
-    """Function that collects a training's steps and forwards messages of its first worker. samples: receives this
+    """Function that collects the steps of a training and forwards messages of its first worker. samples: receives this
     worker's samples."""
 
     def emit(message: WorkerMessage) -> None:
@@ -147,8 +147,8 @@ def emit_to(
 
 
 def _step_alone(job: TrainJob, place: RankContext, sources: Sources) -> list[float] | None:
-    """[mean, largest] over the workers of the seconds of a step's work without communication; medians over
-    the steps. Collective."""
+    """Seconds of a step's work without communication, as [mean, maximum] over the workers of medians over the steps.
+    Collective."""
     if place.world_size == 1 or job.degrees.model > 1:
         return None
     if not _fits_whole(job, place):
@@ -167,7 +167,7 @@ def _step_alone(job: TrainJob, place: RankContext, sources: Sources) -> list[flo
 
 
 def alone(job: TrainJob, rank: int) -> TrainJob:
-    """This worker's share of each step as a training of one worker."""
+    """Train on this worker's share of each step, as a training of one worker."""
     recipe = job.recipe
     rows = recipe.worker_shares[rank] if recipe.worker_shares else recipe.per_worker_batch_size
     values = {
@@ -185,7 +185,7 @@ def alone(job: TrainJob, rank: int) -> TrainJob:
 
 
 def _fits_whole(job: TrainJob, place: RankContext) -> bool:
-    """Whether every worker can hold a model that is sharded in the training. Collective."""
+    """Whether every worker has memory for the whole model that the training shards. Collective."""
     if traits_of(job.recipe.strategy).sharding == "none":
         return True
     with torch.device("meta"):
@@ -200,7 +200,7 @@ def _fits_whole(job: TrainJob, place: RankContext) -> bool:
 
 
 def _transfer_s(job: TrainJob, place: RankContext, sent_bytes: float) -> float | None:
-    """Seconds for sending a step's gradients through the group in DDP's buckets, without any other work. Collective."""
+    """Seconds to send a step's gradients through the group in DDP's buckets, without other work. Collective."""
     is_plain = job.recipe.strategy == "ddp" and job.config.compression.name == "none"
     (num_bytes,) = place.all_reduce_max([sent_bytes])
     if place.world_size == 1 or not is_plain or not num_bytes:

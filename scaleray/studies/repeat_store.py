@@ -1,6 +1,6 @@
-"""Earlier measurements, stored next to the runs: a study reuses those of the same conditions, whether its own from
-before an interruption or another study's. They are immutable: a file's name has the hash of its content, and a changed
-file is refused. Invalid ones are kept with the reason and not reused."""
+"""Earlier measurements, stored next to the runs. A study reuses those taken under the same conditions, either its own
+from before an interruption or another study's. They are immutable: a file's name has the hash of its content, and a
+changed file is refused. Invalid ones are retained with the reason and not reused."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ TURN, TARGET = "turn-", "target-"
 INVALID = f"{FOLDER}/invalid"
 """Folder with a file for each study whose measurements must not be used."""
 SEALED = re.compile(r"-(?P<time>\d+\.\d{3})-(?P<hash>[0-9a-f]{16})\.json$")
-"""End of a file's name: time of the measurement, in seconds since 1970, and the beginning of its content's SHA-256."""
+"""End of a file name: time of the measurement, in seconds since 1970, and the beginning of its content's SHA-256."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class InvalidRepeats:
     workers: int | None = None
 
     def holds(self, size: str, *, study: str | None, at: float) -> bool:
-        """Whether a result of this size is among them. study: its source; None if not recorded."""
+        """Whether a result of this size is among them. study: study that took it; None if not recorded."""
         if self.workers is not None and not size.startswith(f"w{self.workers:03d}-"):
             return False
         return study == self.study if study is not None else self.from_s <= at <= self.to_s
@@ -54,8 +54,8 @@ def mark_invalid(storage_path: str, turns: InvalidRepeats) -> None:
 class StoredRepeats:
     """Files `FOLDER/CONDITIONS/SIZE/turn-....json` under the storage path, one for each measurement.
 
-    A size's name has all facts that the conditions lack: workers, batch, micro-batch, strategy, and whether it was
-    relaunched."""
+    The name of a size has all facts that are not in the conditions: workers, batch, micro-batch, strategy, and whether
+    it was relaunched."""
 
     def __init__(self, storage_path: str, conditions: Conditions) -> None:
         self.conditions = conditions
@@ -70,11 +70,11 @@ class StoredRepeats:
         return sorted(valid, key=lambda turn: turn.measured_at)
 
     def to_target(self, size: str) -> ToTarget | None:
-        """Duration of the newest training of a size to the target."""
+        """The newest result of training a size to the target."""
         return self._newest(f"{size}/{TARGET}", ToTarget)
 
     def noise(self, size: str, kind: str) -> NoiseHistory | None:
-        """The newest noise of a size. kind: see `noise_kind`."""
+        """The newest noise measurement of a size. kind: see `noise_kind`."""
         return self._newest(f"{size}/{kind}", NoiseHistory)
 
     def keep(self, size: str, kind: str, result: Repeat | ToTarget | NoiseHistory, *, at: float) -> None:
@@ -94,7 +94,7 @@ class StoredRepeats:
         return sealed is None or not any(one.holds(size, study=None, at=float(sealed["time"])) for one in self.invalid)
 
     def _read(self, name: str, kind: type[Kept]) -> Kept | None:
-        """Raise StorageError for a file whose content was changed."""
+        """Read a result. Raises StorageError for a file whose content was changed."""
         try:
             content = self.store.read(name)
         except OSError:
@@ -131,7 +131,7 @@ def noise_kind(settings: NoiseScaleSettings, is_to_target: bool) -> str:
 
 
 def studies_of(turns: Iterable[Repeat], *, own: str) -> str | None:
-    """Other studies whose measurements this one reuses, as text; None if it took all itself."""
+    """Other studies whose measurements this one reuses, as text; None if there are none."""
     turns = list(turns)
     others = [turn.study for turn in turns if turn.study != own]
     if not others:

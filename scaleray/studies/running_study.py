@@ -1,4 +1,4 @@
-"""A running study: reuses known results, stores each new one immediately, and builds the record."""
+"""A running study, which reuses known results, stores each new one immediately, and builds the record."""
 
 import contextlib
 import dataclasses
@@ -42,8 +42,8 @@ from scaleray.training.flop_counter import profile_workload
 class RunningStudy(Campaign):
     """A study between its plan and its record.
 
-    study_sizes: by name. left_out: a sentence on sizes that are not measured. more: records of other studies with
-    points on the same curves."""
+    study_sizes: by name. left_out: sentence on sizes that are not measured. more: records of other studies with points
+    on the same curves."""
 
     kind = "study"
     options: StudyOptions
@@ -54,7 +54,7 @@ class RunningStudy(Campaign):
     workers_per_node: int
     left_out: str
     more: Sequence[StudyRecord]
-    profile: WorkloadProfile | str = "they were not counted before the study ended"
+    profile: WorkloadProfile | str = "they had not been counted when the study ended"
     """Counts of the model's operations, or the reason why they are unknown."""
     num_taken: int = 0
     total: int = 0
@@ -67,7 +67,7 @@ class RunningStudy(Campaign):
     has_left: bool = False
 
     def open(self) -> None:
-        """Create its run in MLflow, and count operations for MFU. Inside `kept_to_its_end`."""
+        """Create its run in MLflow, and count operations for MFU. Call it inside `kept_to_its_end`."""
         self.known = StoredRepeats(self.config.checkpoint.storage_path, self.conditions)
         self.open_run(
             self.sources,
@@ -108,15 +108,15 @@ class RunningStudy(Campaign):
         return Measured("study", self.under_way.done, self.under_way.total, points=points)
 
     def begin(self) -> list[list[StudySize]]:
-        """Report the plan, reuse known results, and return the remaining sizes: in one group of workers, or each in its
-        own."""
+        """Report the plan, reuse known results, and return the remaining sizes, in one group of workers or one group
+        each."""
         self._announce()
         if not self.options.force:
             self._take_over()
         study_sizes = [size for size in self.study_sizes.values() if not size.is_complete]
         self._log_points()
         if not study_sizes:
-            self.say("  everything was measured before; no worker starts")
+            self.say("  everything is already measured; no worker starts")
             return []
         self.total = sum(size.num_missing for size in study_sizes)
         if not self.options.relaunch:
@@ -154,10 +154,9 @@ class RunningStudy(Campaign):
         modes = " and ".join(mode for mode in MODES if mode in q.modes)
         self.say(f"study {self.folder.name}: {self.config.workload.name} on {sizes}, {modes} scaling")
         self.say(
-            f"  {quantity(q.repeats, 'measurement')} of each of "
-            f"{quantity(len(self.study_sizes), 'point')} "
-            f"in random order, each at least {q.steps} steps and {q.seconds:g} s; "
-            f"{first.job.recipe.global_batch_size} samples a step at the base"
+            f"  {quantity(q.repeats, 'measurement')} of each of {quantity(len(self.study_sizes), 'point')} in random "
+            f"order, each with at least {q.steps} steps and {q.seconds:g} s; {first.job.recipe.global_batch_size} "
+            f"samples per step at the base"
         )
         if self.left_out:
             self.say(f"  {self.left_out}")
@@ -285,7 +284,7 @@ class RunningStudy(Campaign):
             with contextlib.suppress(Exception):  # MLflow does not answer, which may be what ended the study
                 uri, experiment = store.resolve_uri(self.config.tracking.uri), self.config.tracking.experiment
                 key = key_of(self.folder.name, self.started_at)
-                store.mark_left_running(uri, key, status=status, reason="left at its start", experiment=experiment)
+                store.mark_left_running(uri, key, status=status, reason="ended at its start", experiment=experiment)
             return
         count = len(self.turns)
         try:
@@ -295,7 +294,7 @@ class RunningStudy(Campaign):
         if count:
             same = "the same command without --force" if self.options.force else "the same command"
             kept = "1 measurement is" if count == 1 else f"{count} measurements are"
-            self.say(f"  {kept} kept: {same} continues from there")
+            self.say(f"  {kept} stored: {same} continues from there")
 
     def write(self, record: StudyRecord, status: str = "FINISHED") -> StudyRecord:
         """Write the record and the report, in its folder and in MLflow."""

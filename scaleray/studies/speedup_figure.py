@@ -1,7 +1,7 @@
-"""Figures of the speed-up and efficiency of a study's curve, with an interval for each point and the fitted law's band.
+"""Figures of speed-up and efficiency along a study's curve, with an interval for each point and the fitted law's band.
 
-A very wide interval or band must not flatten a curve: axes show the values and their surroundings; longer bars end in
-an arrow, and a band that would leave the frame is described in words instead."""
+A very wide interval or band must not flatten a curve: axes cover the values and their surroundings, longer bars end in
+an arrow, and a band that would leave the frame is described in the caption."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Frame:
     high: float
 
     def holds(self, estimate: Estimate) -> bool:
-        """Whether an interval can be drawn to both ends."""
+        """Whether both ends of an interval are within the frame."""
         return self.low <= estimate.low and estimate.high <= self.high
 
 
@@ -115,12 +115,12 @@ def efficiency(curve: Curve) -> Drawing:
 
 
 def is_judged(fit: Fit) -> bool:
-    """Whether there were enough points to leave some out of the fit: any law fits fewer points."""
+    """Whether there are enough points to judge a law by points left out of its fit; any law fits fewer points."""
     return fit.held_out_error is not None
 
 
 def marks_by_size(curve: Curve) -> list[str]:
-    """Each mark with the numbers of workers that have it."""
+    """Each mark with the numbers of workers to which it applies."""
     found: dict[str, list[str]] = {}
     for at in curve.points:
         for mark in marks_of(at):
@@ -135,8 +135,7 @@ def workers_text(count: int) -> str:
 
 
 def _around(widest: Frame, values: Sequence[float], intervals: Sequence[Estimate]) -> Frame:
-    """A frame for all values, and for the intervals as far as the widest allows; at least 1.3 times
-    beyond the values."""
+    """Frame for all values, extended for the intervals up to the `widest` frame, and by a factor of at least 1.3."""
     low = min([min(values) / 1.3, *(e.low / 1.12 for e in intervals)])
     high = max([max(values) * 1.2, *(e.high * 1.12 for e in intervals)])
     return Frame(max(low, widest.low), min(high, widest.high))
@@ -162,7 +161,7 @@ def _law(ax: Any, band: Sequence[tuple[float, Estimate]], largest: int, *, has_b
 
 
 def _law_text(fit: Fit, band: Sequence[tuple[float, Estimate]], *, has_band: bool, goes_on: bool) -> str:
-    dashed = ", dashed beyond what was measured" if goes_on else ""
+    dashed = ", dashed beyond the measured points" if goes_on else ""
     if has_band:
         return f" Line and band: the {fit.law} law with its 95% interval{dashed}."
     low, high = min(e.low for _, e in band), max(e.high for _, e in band)
@@ -201,8 +200,8 @@ def _labels(
     last: int,
     is_below: bool,
 ) -> list[tuple[float, float, str, str]]:
-    """Write each value to the right of its point: below a rising line, above a falling one. Labels at the right edge
-    are returned, to be separated from other text there."""
+    """Write each value to the right of its point: below a rising line, above a falling one. Returns the labels at the
+    right edge, which must be separated from other text."""
     ends = []
     for at, value in zip(points, values, strict=True):
         if at.point.workers == last and len(points) > 1:
@@ -224,12 +223,12 @@ def _labels(
 
 
 def _leaving(values: Sequence[Estimate], frame: Frame) -> str:
-    """A note on intervals that are not drawn to their ends."""
+    """Note on intervals that are not drawn to their ends."""
     return "" if all(frame.holds(value) for value in values) else " Bars with an arrow extend beyond the frame."
 
 
 def _room(ax: Any, workers: Sequence[int], last: int) -> None:
-    """Space next to the first and the last point on a logarithmic axis."""
+    """Space beside the first and the last point on a logarithmic axis."""
     ax.set_xlim(min(workers) / 1.22, last * 1.12)
     ax.grid(color=GRID)
 

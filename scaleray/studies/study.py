@@ -1,5 +1,5 @@
-"""`study`: measure how a training scales. Plans the sizes, measures unknown ones, and draws conclusions. Measurements
-are stored immediately, so the same command continues an interrupted study."""
+"""`study`: measure how a training scales. Plans the sizes, measures the unknown ones, and draws conclusions.
+Measurements are stored immediately, so the same command continues an interrupted study."""
 
 from __future__ import annotations
 
@@ -117,9 +117,9 @@ def make_study_sizes(
 
 
 def on_workers(config: RunConfig, workers: int, global_size: int, *, as_given: bool) -> RunConfig:
-    """The training on so many workers with this global batch (in the config's unit).
+    """Config of the training on this many workers with this global batch (in the config's unit).
 
-    as_given: with the learning rate by its rule; timing needs none, so a rule that refuses the batch must not stop a
+    as_given: apply the learning-rate rule. Timing does not need it, so a rule that refuses the batch must not stop a
     study."""
     settings: dict[str, Any] = {"scale.workers": workers, "scale.max_failures": 0, "batch.global_size": global_size}
     if workers == 1:
@@ -134,7 +134,7 @@ def _check(config: RunConfig, options: StudyOptions, splits: Mapping[str, Split]
         raise DataError(
             "the train data",
             "a Ray Dataset",
-            "it is split once for a fixed number of workers, but every measurement needs its own split",
+            "it is split once for a fixed number of workers, while every measurement needs its own split",
             "study rows that can be read by index: arrays, ParquetSource, TokenSource or a torch Dataset",
         )
     if config.memory.find_micro_size:
@@ -162,7 +162,7 @@ def _check_shares(config: RunConfig, options: StudyOptions) -> None:
         raise ConfigError(
             "shares.by",
             "speed",
-            "measurements end before shares settle, and each would settle on different ones",
+            "measurements end before shares settle, and each would settle on different shares",
             "use equal shares, or those of a training: shares.by given with shares.speeds",
         )
     speeds = config.shares.speeds
@@ -272,7 +272,7 @@ def study(
             driver_guard.guarding(
                 command="scaleray study",
                 folder=folder.path,
-                hint="the same command; finished measurements are kept",
+                hint="the same command; finished measurements are stored",
                 uri=store.resolve_uri(config.tracking.uri),
                 experiment=config.tracking.experiment,
                 key=key_of(folder.name, started_at),
@@ -327,6 +327,6 @@ def _read(folder: str) -> StudyRecord:
     except (OSError, ValueError) as exc:  # pydantic's errors are ValueErrors
         raise ConfigError.problem(
             "--points-of",
-            f"{folder} has no record of a study: {first_line(exc)}",
+            f"{folder} does not contain the record of a study: {first_line(exc)}",
             "name the folder of a finished study",
         ) from exc

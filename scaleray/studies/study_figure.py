@@ -1,4 +1,4 @@
-"""The figures of a scaling study."""
+"""Figures of a scaling study."""
 
 import math
 from typing import Any
@@ -18,7 +18,7 @@ PARTS = (
 )
 MOST_LINES = 8
 MOST_DOTS = 400
-"""Dots of a figure of single steps."""
+"""Most dots in a figure of single steps."""
 
 
 def study_drawings(record: StudyRecord, curve: Curve) -> list[Drawing]:
@@ -32,7 +32,7 @@ def study_drawings(record: StudyRecord, curve: Curve) -> list[Drawing]:
 
 
 def time_parts(curve: Curve) -> Drawing:
-    """Parts of a step of each point, as shares of it, stacked."""
+    """Stacked parts of a step at each point, as shares of the step."""
     points = [at.point for at in curve.points]
 
     def paint(ax: Any) -> None:
@@ -88,7 +88,7 @@ def time_parts(curve: Curve) -> Drawing:
             handletextpad=0.5,
         )
 
-    caption = "Parts of an optimizer step, measured by the workers; above each bar the median step time."
+    caption = "Parts of an optimizer step, measured by the workers. The median step time is above each bar."
     return draw(f"time-{curve.mode}", "Where the time goes", caption, paint, marks=marks_by_size(curve))
 
 
@@ -129,13 +129,13 @@ def step_times(curve: Curve) -> Drawing:
     drawn = sum(min(len(turn), most) for p in points for turn in p.turns)
     over = sum(t > top for t in every)
     cut = f" {drawn} of {len(every)} steps are shown." if drawn < len(every) else ""
-    cut += f" {over} {'step is' if over == 1 else 'steps are'} slower than the frame." if over else ""
-    caption = f"Each step in steady state, measurement by measurement from left to right; the line is the median.{cut}"
-    return draw(f"steps-{curve.mode}", "How steady the steps are", caption, paint, marks=marks_by_size(curve))
+    cut += f" {over} {'step is' if over == 1 else 'steps are'} slower than the frame shows." if over else ""
+    caption = f"All steps in steady state, by measurement from left to right; the line is the median.{cut}"
+    return draw(f"steps-{curve.mode}", "Steadiness of the steps", caption, paint, marks=marks_by_size(curve))
 
 
 def cost(record: StudyRecord, curve: Curve) -> Drawing:
-    """Price of a million samples over the number of workers."""
+    """Cost of a million samples over the number of workers."""
     priced = [at for at in curve.points if at.point.cost_per_million_samples is not None]
     values = [at.point.cost_per_million_samples or 0.0 for at in priced]
     money = record.currency or "units"
@@ -160,17 +160,13 @@ def cost(record: StudyRecord, curve: Curve) -> Drawing:
         ax.grid(axis="x", visible=False)
         ax.set(xlabel="workers", ylabel=f"{money} per million samples")
 
-    price = (
-        f" at {record.price_per_worker_hour:g} {money} for a worker and hour" if record.price_per_worker_hour else ""
-    )
-    caption = (
-        f"What a million samples cost{price}, and how much more than with {workers_text(priced[0].point.workers)}."
-    )
+    price = f" at {record.price_per_worker_hour:g} {money} per worker and hour" if record.price_per_worker_hour else ""
+    caption = f"Cost of a million samples{price}, and the increase over {workers_text(priced[0].point.workers)}."
     return draw(f"cost-{curve.mode}", "Cost", caption, paint, marks=marks_by_size(curve))
 
 
 def convergence(curve: Curve, against: str) -> Drawing:
-    """The target's metric over samples or seconds of training, one line for each number of workers."""
+    """The target metric over samples or seconds of training, with one line for each number of workers."""
     trained = [at for at in curve.points if at.point.to_target and at.point.to_target.curve]
     shown = thinned(trained, MOST_LINES)
     colours = drawing.shades(len(shown))
@@ -199,14 +195,14 @@ def convergence(curve: Curve, against: str) -> Drawing:
 
     left = f" {len(shown)} of {len(trained)} are shown." if len(shown) < len(trained) else ""
     words = (
-        "It shows whether faster steps learn less."
+        "It shows whether faster steps come at the cost of learning."
         if against == "time"
         else "Sizes that need the same samples lie on one line."
     )
     return draw(
         f"convergence-{against}-{curve.mode}",
         f"Training to the target, against {against}",
-        f"One line for each number of workers; a cross: it ended without the target. {words}{left}",
+        f"One line for each number of workers; a cross marks an end without the target. {words}{left}",
         paint,
         marks=marks_by_size(curve),
     )

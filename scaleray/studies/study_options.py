@@ -18,7 +18,7 @@ MOST_REPEATS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions:
-    """Measurements of a study, and how they are made."""
+    """Measurements of a study and their settings."""
 
     world_sizes: Numbers = "1,2"
     """Numbers of workers, separated by commas."""
@@ -30,15 +30,15 @@ class StudyOptions:
     steps: int = 40
     """Fewest optimizer steps of a measurement, including its warm-up, which does not count."""
     seconds: float = 3.0
-    """Least length of a measurement in seconds."""
+    """Shortest duration of a measurement in seconds."""
     to_target: bool = False
     """Train each size to the config's stop.at as well, and report time and samples to it."""
     noise: bool = False
     """Measure the gradient noise scale of each size, as with noise_scale.measure auto, in untimed steps."""
     relaunch: bool = False
-    """Launch each size on its own instead of as a part of the largest group."""
+    """Launch each size separately instead of as a part of the largest group."""
     oversubscribe: bool = False
-    """Measure although workers must share cores; every value is marked."""
+    """Measure even if workers must share cores; every value is marked."""
     force: bool = False
     """Repeat known measurements."""
     points_of: Sequence[str] = ()

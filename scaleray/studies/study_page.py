@@ -1,4 +1,4 @@
-"""The report of a scaling study: a page, the figures as PNG and the points as CSV."""
+"""Report of a scaling study: a page, the figures as PNG, and the points as CSV."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from scaleray.studies.study_figure import noise_scale, study_drawings
 
 
 def write_study_report(record: StudyRecord, folder: str | Path) -> list[Path]:
-    """Write report.html, points.csv and figures/ into the folder; returns their paths, report.html first."""
+    """Write report.html, points.csv and figures/ to the folder, and return their paths, report.html first."""
     return write(study_page(record), folder, rows={"points": point_rows(record)})
 
 
@@ -25,7 +25,7 @@ def study_page(record: StudyRecord) -> Page:
         _section(record, curve, table) for curve, table in zip(record.curves, study_tables(record), strict=True)
     ]
     if record.noise:
-        sections.append(Section("Noise of the gradient", drawings=[noise_scale(record)]))
+        sections.append(Section("Gradient noise", drawings=[noise_scale(record)]))
     return Page(
         kind="Scaling study",
         name=record.name,
@@ -82,7 +82,8 @@ def _fits(curve: Curve) -> Table:
         is_drawn = fit.law == curve.best_law and is_judged(fit)
         rows.append((fit.law + (" (drawn)" if is_drawn else ""), error, parameters))
     note = (
-        "Drawn: the law with the smallest error on points left out of its fit, if any. In brackets: the 95% interval."
+        "The figure shows the law with the smallest error on points left out of its fit, if any. 95% intervals are in "
+        "brackets."
     )
     return Table("Laws fitted to the curve", ("law", "held-out error", "parameters"), tuple(rows), (note,))
 

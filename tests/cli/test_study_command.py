@@ -113,7 +113,7 @@ def test_more_workers_than_cores_are_refused_with_three_ways_out(folder, capsys)
     assert run_command(["study", "-c", "run.yaml", "--local", *words]) == 2
     err = capsys.readouterr().err
     assert all(
-        way in err for way in ("workers that share one give no valid measurement", "emulated", "--oversubscribe")
+        way in err for way in ("workers that share a core give no valid measurement", "emulated", "--oversubscribe")
     )
 
 

@@ -95,7 +95,7 @@ def test_a_file_may_say_auto_for_train_and_plan_and_its_written_config_does_not(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--parallel.tensor", "2"], "parallel.tensor is given, too"),
+        (["--parallel.tensor", "2"], "parallel.tensor is also given"),
         (["--scale.workers", "{min: 1, max: 2}"], "a fixed number of workers"),
         (["--scale.workers", "2", "--strategy.name", "tensor"], "no layout with strategy.name tensor"),
     ],

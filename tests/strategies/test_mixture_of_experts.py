@@ -132,7 +132,7 @@ def test_experts_that_cannot_be_divided_are_refused(gloo, case):
         ({"parallel.expert": 2, "strategy.name": "ddp"}, "parallel.expert is 2: it must divide shard x context"),
         (
             {"parallel.expert": 2, "parallel.pipeline": 2, "parallel.shard": 2},
-            "parallel.expert is 2: replicas of a pipeline's stage order their micro-batches each on its own",
+            "parallel.expert is 2: the replicas of a pipeline stage order their micro-batches independently",
         ),
         (
             {"parallel.expert": 2, "strategy.name": "diloco", "parallel.replicate": 2, "parallel.shard": 2},

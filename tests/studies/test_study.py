@@ -140,7 +140,7 @@ def test_a_study_ends_in_a_record_with_its_curves_verdict_and_place_in_mlflow(st
     assert len(record.words) == 3 and record.words[0].startswith("Strong scaling: ")
     # a line of five parameters, said to take milliseconds
     assert record.words[2].startswith("The planner's model is not used as a law: a step on 1 worker is 16")
-    assert "8 workers would be the first to leave a node" in record.words[0]  # cpu_count is 4 here
+    assert "8 workers would be the first to span nodes" in record.words[0]  # cpu_count is 4 here
     again = StudyRecord.read(Path(record.folder) / "record.json")
     assert again == record and again.command == "scaleray study -c x"
     client = MlflowClient(record.tracking_uri)

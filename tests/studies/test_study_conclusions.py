@@ -20,8 +20,8 @@ def trained(workers, value, *, is_reached):
     ("reached", "words"),
     [
         ((True, True), None),
-        ((True, False), r"val/loss <= 0\.5 was missed on strong 2 workers \(batch 16\); the closest is val/loss 0\.7 after 96"),
-        ((False, False), r"was never reached, the nearest is val/loss 0\.6 after 96 samples on 1 worker: train longer"),
+        ((True, False), r"val/loss <= 0\.5 was missed on strong 2 workers \(batch 16\); the closest result is val/loss 0\.7 after 96"),
+        ((False, False), r"was never reached; the closest result is val/loss 0\.6 after 96 samples on 1 worker\. Train longer"),
     ],
 )  # fmt: skip
 def test_a_target_that_was_missed_is_one_sentence(reached, words):

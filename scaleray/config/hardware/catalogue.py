@@ -12,8 +12,8 @@ LINKS = (
     # latencies: NCCL's tuning.cc has 0.6 to 1.0 us per ring step on NVLink and 1.0 to 1.9 on PCIe, without the
     # kernel's own part
     Link(name="pcie3", nominal_gb_per_s=15.8, bus_gb_per_s=5.0, latency_us=5.0,
-        source="nominal: PCIe 3 x16; bus: through the host without peer access, 5 to 6 GB/s in reports from memory; T4"
-        " traces of Pollux agree"),
+        source="nominal: PCIe 3 x16; bus: through the host without peer access, 5 to 6 GB/s in reports, from memory; "
+        "Pollux's T4 traces agree"),
     Link(name="pcie3-host", nominal_gb_per_s=15.8, bus_gb_per_s=1.5, latency_us=10.0,
         source="workstation cards without peer access copy through the host's memory: 1.3 to 1.6 GB/s in Sia's Quadro"
         " traces, of what backward passes do not hide"),

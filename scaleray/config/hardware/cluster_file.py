@@ -1,4 +1,4 @@
-"""Cluster as a YAML file: the content of `h100:8x16`, and settings that do not fit into one word.
+"""A cluster as a YAML file: the content of `h100:8x16`, and settings that do not fit into one word.
 
 gpu: h100
 gpus_per_node: 8
@@ -49,7 +49,7 @@ class ClusterFile:
 
 
 def is_cluster_file(text: str) -> bool:
-    """Whether the value of `--cluster` is a file."""
+    """Whether the value of `--cluster` is a file path."""
     return text.lower().endswith(SUFFIXES)
 
 

@@ -1,4 +1,4 @@
-"""Cluster as short text: `h100:8x16`, `a100-80:8x64,net=200G`, `v100:4x2,net=10G-tcp,link=pcie3,price=2.5`."""
+"""A cluster as short text: `h100:8x16`, `a100-80:8x64,net=200G`, `v100:4x2,net=10G-tcp,link=pcie3,price=2.5`."""
 
 import re
 from dataclasses import replace
@@ -12,7 +12,7 @@ FORM = "it must be GPU:PERNODExNODES, as in h100:8x16 or a100-80:8x64,net=200G"
 
 
 def parse_cluster(text: str, catalogue: Catalogue = CATALOGUE) -> Cluster:
-    """Parse the text of a cluster. Missing values are assumed and noted. Raises ConfigError or UsageError."""
+    """Parse a cluster's text. Missing values are assumed and noted. Raises ConfigError or UsageError."""
     head, *options = [part.strip() for part in text.split(",")]
     match = re.fullmatch(r"(?P<gpu>[^:]+?)(?::(?P<per_node>\d+)(?:x(?P<nodes>\d+))?)?", head)
     if match is None:
@@ -49,7 +49,7 @@ def parse_cluster(text: str, catalogue: Catalogue = CATALOGUE) -> Cluster:
         try:
             price = float(values["price"])
         except ValueError:
-            raise ConfigError("--cluster", f"price={values['price']}", "it must be a number per GPU and hour") from None
+            raise ConfigError("--cluster", f"price={values['price']}", "it must be a price per GPU and hour") from None
     cluster = Cluster(
         gpu=gpu,
         gpus_per_node=per_node,

@@ -40,7 +40,7 @@ class Link:
     """Rate at which reducing switches (NVLS) sum the bytes of a GPU: bytes of a large all-reduce over its time. None:
     the switches do not reduce."""
     is_shared: bool = False
-    """Whether all workers of the node share this bandwidth, as with copies through memory or the cores of one host."""
+    """Whether all workers of a node share this bandwidth, as with copies through host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +61,10 @@ class Gpu:
     num_cores: int = 108
     """Streaming multiprocessors (compute units): a matrix product is cut into tiles, one per unit at a time."""
     attention_share: float = 0.55
-    """Rate of the usual fused attention, forward and backward, over that of the largest matrix product."""
+    """Rate of the usual fused attention, forward and backward, relative to the largest matrix product."""
     best_attention_share: float | None = None
-    """Rate of kernels written for this GPU (FlashAttention-3, cuDNN) over that of the largest matrix product, if it
-    differs from the usual."""
+    """Rate of attention kernels written for this GPU (FlashAttention-3, cuDNN), relative to the largest matrix product,
+    if it differs."""
     memory_gib: float
     """Memory available to a program, slightly below the advertised size."""
     memory_gb_per_s: float
@@ -90,13 +90,13 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Network between the nodes. Bandwidths are per node and direction, in 10^9 bytes per second."""
+    """Network between nodes. Bandwidths are per node and direction, in 10^9 bytes per second."""
 
     name: str
     gb_per_s: float
     """Nominal bandwidth of all adapters of the node together."""
     transport: str = "rdma"
-    """`rdma` (InfiniBand, RoCE), `efa`, `tcp`, `tuned-tcp` or `measured`: they differ in latency and in the share of
+    """`rdma` (InfiniBand, RoCE), `efa`, `tcp`, `tuned-tcp` or `measured`: these differ in latency and in the share of
     the nominal bandwidth that they reach."""
     num_adapters: int = 1
     source: str = ""
@@ -154,7 +154,7 @@ TRANSPORTS: dict[str, Transport] = {
     ),
     "measured": Transport(
         bandwidth_share=1.0, most_gb_per_s=float("inf"), latency_us=30.0,
-        source="the figure given is what a collective was seen to reach, so nothing is taken off",
+        source="the given figure is what a collective reached, so nothing is subtracted",
     ),
 }  # fmt: skip
 
@@ -206,7 +206,7 @@ class Cluster:
             raise ConfigError(
                 "cluster: algorithms",
                 ", ".join(self.algorithms),
-                "it must hold ring, tree or both, and optionally hierarchical",
+                "it must contain ring, tree or both, and optionally hierarchical",
             )
         if self.num_nodes > 1 and self.network is None:
             raise ConfigError(

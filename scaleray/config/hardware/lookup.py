@@ -92,7 +92,7 @@ _EMPTY_WORDS = {
 
 
 def _words(name: str) -> frozenset[str]:
-    """Parts of a name, such as {a100, sxm, 80} of `A100-SXM4-80GB`: the same for every spelling."""
+    """Parts of a name, such as {a100, sxm, 80} for `A100-SXM4-80GB`, which do not depend on the spelling."""
     text = re.sub(r"(sxm|pcie)\d?", r" \1 ", name.lower())
     text = re.sub(r"(\d+)\s*gi?b\b", r"\1", text)
     return frozenset(word for word in re.split(r"[^a-z0-9.]+", text) if word and word not in _EMPTY_WORDS)

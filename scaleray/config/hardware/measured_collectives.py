@@ -15,7 +15,7 @@ from pathlib import Path
 from scaleray.errors import ConfigError
 
 COLUMNS = ("ranks", "nodes", "bytes", "seconds")
-WANTED = f"it must hold the output of nccl-tests' all_reduce_perf, or CSV with the columns {', '.join(COLUMNS)}"
+WANTED = f"it must contain the output of nccl-tests' all_reduce_perf, or CSV with the columns {', '.join(COLUMNS)}"
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class MeasuredTable:
     num_nodes: int = 1
 
     def all_reduce_s(self, nbytes: float) -> float:
-        """Seconds of an all-reduce, interpolated in logarithms; outside the range, with the latency of the smallest or
-        the bandwidth of the largest message."""
+        """Seconds of an all-reduce, interpolated logarithmically; outside the measured sizes, with the latency of the
+        smallest or the bandwidth of the largest message."""
         if nbytes <= self.message_bytes[0]:
             return self.time_s[0]
         if nbytes >= self.message_bytes[-1]:

@@ -47,7 +47,7 @@ def _packed_batch_size(config: RunConfig, data: DataSize, steps: int, why: dict[
         raise ConfigError(
             "batch.global_size",
             size,
-            f"a step holds only {piece} tokens, and the longest row has {longest}, so some steps would get no row",
+            f"a step has only {piece} tokens, and the longest row has {longest}, so some steps would get no row",
             f"use {longest * 2} or more, or cut long rows",
         )
     why["global_batch_size"] = f"{data.num_samples / steps:.4g} samples on average in {size} tokens"
@@ -185,7 +185,7 @@ def uneven_shares(
             "strategy.static_graph",
             True,
             "torch's static graph cannot accumulate, and larger shares need more micro-batches",
-            "leave it out, or use equal shares",
+            "omit it, or use equal shares",
         )
     if by == "speed":
         why["worker_shares"] = "equal until speeds are measured"

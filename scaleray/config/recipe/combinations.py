@@ -145,14 +145,14 @@ def check_recovery(config: RunConfig, strategy: str, workers: int) -> None:
         and traits_of(strategy).trains_apart,
     }
     if (why := next((why for why, holds in reasons.items() if holds), None)) is not None:
-        raise ConfigError(key, value, why, "leave that out, or use neither spares nor shrink")
+        raise ConfigError(key, value, why, "omit it, or use neither spares nor shrink")
     if config.checkpoint.memory is None and not is_whole(config, strategy, workers):
         owner = f"under {strategy}" if config.compression.name == "none" else "with compression.name"
         raise ConfigError(
             key,
             value,
-            f"{owner} each worker has a part of the state that is lost with it",
-            "add --checkpoint.memory.every '1 step', which keeps copies of it on other nodes, or use no spares",
+            f"{owner} each worker has a part of the state, which is lost with the worker",
+            "add --checkpoint.memory.every '1 step', which stores copies of it on other nodes, or use no spares",
         )
 
 
@@ -181,7 +181,7 @@ def check_training_apart(config: RunConfig) -> None:
             "compression.name",
             config.compression.name,
             f"it compresses the gradients of ddp, and {name} sends parameters",
-            "leave it out, or use --strategy.name ddp",
+            "omit it, or use --strategy.name ddp",
         )
     degrees = config.degrees()
     if degrees.whole == 1:
@@ -198,7 +198,7 @@ def check_training_apart(config: RunConfig) -> None:
             "local_sgd.node_sync_every",
             config.local_sgd.node_sync_every,
             f"each replica is spread over several workers ({degrees.text()}), which are the level within a node",
-            "leave it out, or let each worker hold a replica",
+            "omit it, or give each worker a whole replica",
         )
     if config.fsdp.cpu_offload:
         raise ConfigError(
@@ -213,7 +213,7 @@ def check_compression(config: RunConfig, strategy: str) -> None:
         return
     if config.scale.max_workers == 1:
         raise ConfigError(
-            "compression.name", name, "one worker sends no gradients", "leave it out, or use more --scale.workers"
+            "compression.name", name, "one worker sends no gradients", "omit it, or use more --scale.workers"
         )
     # an elastic run may temporarily shrink to one worker
     if strategy != "single" and not traits_of(strategy).reduces_by_ddp:
@@ -245,10 +245,7 @@ def check_fsdp(config: RunConfig, workers: int) -> None:
         )
     if config.fsdp.cpu_offload and not config.scale.may_have_gpus:
         raise ConfigError(
-            "fsdp.cpu_offload",
-            True,
-            "the workers have no GPU to offload from",
-            "leave it out, or set scale.gpus_per_worker",
+            "fsdp.cpu_offload", True, "the workers have no GPU to offload from", "omit it, or set scale.gpus_per_worker"
         )
 
 
@@ -291,7 +288,7 @@ def check_float8(config: RunConfig) -> None:
 
 
 def check_context(config: RunConfig, workers: int) -> None:
-    """Check that workers which share sequences compute alike."""
+    """Check that workers that share sequences compute in the same way."""
     if config.degrees(workers).context == 1:
         return
     for key, value, allowed, why in (
@@ -346,7 +343,8 @@ def check_cuda_graphs(config: RunConfig, accumulation: int) -> None:
         raise ConfigError(
             "compilation.mode",
             config.compilation.mode,
-            f"its CUDA graphs overwrite the gradients of the previous micro-batch, and a step has {accumulation}",
+            f"its CUDA graphs overwrite the gradients of the previous micro-batch, and a step has {accumulation} "
+            "micro-batches",
             "use compilation.mode default, or a batch.micro_size with one micro-batch per step",
         )
 
@@ -359,5 +357,5 @@ def check_static_graph(config: RunConfig, strategy: str, *, accumulation: int, p
             "strategy.static_graph",
             True,
             f"torch's static graph cannot accumulate, and each worker's step has {accumulation} micro-batches",
-            f"leave it out, or use --batch.micro-size {per_worker}",
+            f"omit it, or use --batch.micro-size {per_worker}",
         )

@@ -93,7 +93,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
 
 def resolve_strategy(config: RunConfig, workers: int | None = None) -> str:
     """Return the name of the strategy, with `auto` resolved. workers: None: the largest number that the config allows.
-    A single worker has no other to average with, so ddp becomes `single`.
+    With one worker there is nothing to average, so ddp becomes `single`.
     """
     name, workers = config.strategy.name, workers or config.scale.max_workers
     if name == "single" and config.scale.max_workers > 1:
@@ -133,7 +133,7 @@ def _scaled(config: RunConfig, why: dict[str, str]) -> Hyperparameters:
 
 
 def _check(config: RunConfig, strategy: str, workers: int) -> None:
-    """Reject what this strategy does not support with this number of workers. Raises ConfigError."""
+    """Reject settings that this strategy does not support with this number of workers. Raises ConfigError."""
     check_training_apart(config)
     check_search(config)
     check_tf32(config)

@@ -23,7 +23,7 @@ class StepCounter:
             return
         whole, remainder = divmod(data.num_samples, global_batch_size)
         self.per_epoch = whole if self._drops_last or not remainder else whole + 1
-        partial = f", last {remainder} left out" if self._drops_last else f", last step has {remainder}"
+        partial = f", last {remainder} omitted" if self._drops_last else f", last step has {remainder}"
         why["steps_per_epoch"] = f"{data.num_samples} samples / {global_batch_size}{partial if remainder else ''}"
 
     def steps(self, duration: Duration, name: str) -> int:
@@ -56,8 +56,8 @@ class StepCounter:
 def schedule_lengths(
     config: RunConfig, counter: StepCounter, total_steps: int, *, warmup_factor: float, why: dict[str, str]
 ) -> tuple[int, int]:
-    """Return the steps of the warm-up, and the steps until the end of the decay. warmup_factor: of the learning-rate
-    rule.
+    """Return the steps of the warm-up, and the steps until the end of the decay. warmup_factor: factor of the
+    learning-rate rule.
 
     Raises ConfigError if one does not fit into the other, or into the training.
     """
@@ -83,15 +83,15 @@ def schedule_lengths(
             "schedule.length",
             str(given.length),
             f"a {given.name} schedule has no decay",
-            "leave it out, or use --schedule.name cosine or linear",
+            "omit it, or use --schedule.name cosine or linear",
         )
     schedule_steps = counter.steps(given.length, "schedule_steps")
     if schedule_steps <= warmup_steps:
         raise ConfigError(
             "schedule.length",
             str(given.length),
-            f"it is {schedule_steps} steps here, and the warm-up alone {warmup_steps}",
-            "it counts from the start of training: lengthen it, or leave it out for the whole training",
+            f"it is {schedule_steps} steps here, and the warm-up alone is {warmup_steps}",
+            "it counts from the start of training: lengthen it, or omit it for the whole training",
         )
     return warmup_steps, schedule_steps
 

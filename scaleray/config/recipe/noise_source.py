@@ -1,4 +1,4 @@
-"""Choice of the gradients for measuring noise: two batch sizes are needed, the larger one being that of the step."""
+"""Choice of the gradients for measuring noise, which needs two batch sizes; the larger one is that of the step."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -55,7 +55,7 @@ def check_noise_scale(config: RunConfig, strategy: str, *, data_parallel_size: i
         return
     found = noise_source(config, strategy, data_parallel_size=data_parallel_size, accumulation_steps=accumulation_steps)
     if found.name is None:
-        raise ConfigError("noise_scale.measure", True, found.why, "leave it out, or measure under --strategy.name ddp")
+        raise ConfigError("noise_scale.measure", True, found.why, "omit it, or measure under --strategy.name ddp")
 
 
 def _why_not_from_workers(config: RunConfig, strategy: str, data_parallel_size: int) -> str:
@@ -83,7 +83,8 @@ def _why_not_from_micro_batches(
 
 
 def _why_never(config: RunConfig, strategy: str) -> str:
-    """Reason why no source is suitable, or "": gradients change when they are averaged, or are not accessible."""
+    """Reason why no source is suitable, as gradients change when they are averaged or are not accessible; otherwise
+    ""."""
     settings = config.noise_scale
     if settings.preconditioned and config.optimizer.name not in ("adamw", "lamb"):
         return f"noise_scale.preconditioned is true, but {config.optimizer.name} does not divide by a second moment"
@@ -100,7 +101,7 @@ def _why_never(config: RunConfig, strategy: str) -> str:
     if settings.preconditioned and strategy == "tensor":
         return "under tensor second moments and gradients are laid out in several ways"
     if traits_of(strategy).trains_apart and config.degrees().whole > 1:
-        return f"under {strategy} each replica is spread over several workers, whose gradients are not measured apart"
+        return f"under {strategy} each replica is spread over several workers, whose gradients cannot be measured alone"
     if strategy == "pipeline":
         return "under pipeline the gradients of micro-batches and of tied weights are spread over several workers"
     return ""

@@ -32,7 +32,7 @@ def step_time(shares: Sequence[int], speeds: Sequence[float]) -> float:
 
 
 def is_worth_it(shares: Sequence[int], before: Sequence[int], speeds: Sequence[float]) -> bool:
-    """Whether the new shares shorten the step enough to justify a change."""
+    """Whether new shares shorten the step enough to justify a change."""
     return step_time(shares, speeds) < (1 - LEAST_GAIN) * step_time(before, speeds)
 
 

@@ -53,7 +53,7 @@ class DataSize:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Derived values. Batch sizes are samples; steps are optimizer steps."""
+    """Derived values. Batch sizes are in samples; steps are optimizer steps."""
 
     global_batch_size: int
     per_worker_batch_size: int
@@ -69,7 +69,7 @@ class Recipe:
     keep_checkpoint_every_steps: int | None
     memory_every_steps: int | None
     learning_rate: float | None
-    """None: that of the workload's own optimizer, which only its workers know."""
+    """Peak learning rate; None: set by the workload's own optimizer, which only its workers know."""
     betas: tuple[float, float]
     epsilon: float
     strategy: str
@@ -77,9 +77,9 @@ class Recipe:
     worker_shares: tuple[int, ...] | None = None
     """Samples of a full global batch for each worker; None: equal shares, at least initially."""
     measure_shares_every_steps: int | None = None
-    """Steps between two measurements of the workers' speed, after which shares may change; None: they are fixed."""
+    """Steps between two measurements of the workers' speeds, after which shares may change; None: shares are fixed."""
     parameter_dtype: str | None = None
-    """dtype in which sharded parameters are gathered and used; None: nothing is sharded, or the parameters' own."""
+    """dtype in which sharded parameters are gathered and used; None: the parameters' own, or nothing is sharded."""
     explanations: dict[str, str] = dataclasses.field(default_factory=dict)
     """Derivation of each value, by name."""
 

@@ -1,4 +1,4 @@
-"""Figures of a run's time: ranks over time, parts of a step on every rank, one step, the whole run."""
+"""Figures of a run's time: ranks over time, parts of a step on each rank, one step, and the whole run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,7 +37,7 @@ GOODPUT_COLOURS = {
 MOST_BARS = 32
 """Most ranks with a bar of their own; those with the longest steps are chosen."""
 LEAST_SHOWN = 0.005
-"""Share of a step below which a part has no label."""
+"""Parts below this share of a step have no label."""
 
 
 def profile_drawings(profile: RunProfile) -> list[Drawing]:
@@ -226,8 +226,8 @@ def _goodput(profile: RunProfile) -> Drawing:
     return draw(
         "goodput",
         "Goodput",
-        f"Use of {seconds(profile.goodput.elapsed_s)}{over}: {shares.get('productive', 0.0):.1%} were steps "
-        f"that count.{again}",
+        f"Use of {seconds(profile.goodput.elapsed_s)}{over}: {shares.get('productive', 0.0):.1%} went to steps that "
+        f"count.{again}",
         paint,
         is_wide=True,
         height_in=1.5,

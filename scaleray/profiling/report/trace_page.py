@@ -41,7 +41,7 @@ def kernel_table(rank: RankTrace) -> Table:
 
 
 def memory_tables(snapshots: Sequence[MemorySnapshot]) -> list[Table]:
-    """Use of each device's memory, and the unused part."""
+    """Tables on the use of each device's memory, and its unused part."""
     if not snapshots:
         return []
     columns = ("rank", "in use", "rounding", "cached", "stranded", "largest hole", "fragmentation")
@@ -59,7 +59,7 @@ def memory_tables(snapshots: Sequence[MemorySnapshot]) -> list[Table]:
     ]
     notes = ["rounding: in use beyond the requested size; stranded: cached parts of segments that cannot be returned"]
     if any(each.is_expandable for each in snapshots):
-        notes.append("segments can grow (expandable_segments): nothing in them counts as stranded")
+        notes.append("segments can grow (expandable_segments), so nothing in them counts as stranded")
     categories = [
         (_rank_of(each.rank), name, memory(size), _share(size / each.active_bytes))
         for each in snapshots
@@ -99,7 +99,7 @@ def trace_page(report: TraceReport | None, snapshots: Sequence[MemorySnapshot], 
         sections.append(Section("Where the steps went", drawings=[_bars(report)], tables=[*tables, *kernels]))
         figures = [
             Fact("Step", _ms(slowest.partition.total_ns, slowest), f"mean of {slowest.partition.num_steps} traced"),
-            Fact("Overlap", _share(slowest.overlap), "of communication hidden behind computing"),
+            Fact("Overlap", _share(slowest.overlap), "of communication overlaps with computing"),
             Fact("MFU", _share(slowest.mfu), "of the dense peak"),
         ]
     if snapshots:
@@ -214,7 +214,7 @@ def _bars(report: TraceReport) -> Drawing:
         ax.set_xlabel("milliseconds of a step")
         ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35 / max(1, 0.2 * len(ranks) + 0.8)), ncols=5)
 
-    caption = "Parts of a traced step of each rank; if several overlap, the first in the legend counts."
+    caption = "Parts of a traced step on each rank; where several overlap, the first in the legend counts."
     return draw("trace-parts", "Parts of a step", caption, paint, is_wide=True, height_in=1.7 + 0.35 * len(ranks))
 
 

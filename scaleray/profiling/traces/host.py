@@ -25,7 +25,7 @@ class Host:
     own: Ints
     """Nanoseconds of each operator, excluding the operators within it."""
     module: Ints
-    """Module that an event belongs to, as an index into `modules`; -1 for none."""
+    """Module of each event, as an index into `modules`; -1 for none."""
     modules: list[str]
     operator: Ints
     """Operator that launched each device event, or the event itself if it is an operator; -1 for none."""
@@ -85,7 +85,7 @@ def _take_from_operator(own: Ints, parent: Ints, is_operator: np.ndarray, event:
 
 
 def _inherit(column: Ints, parent: Ints, events: Ints) -> None:
-    """Assign to each event without a value that of its enclosing event; `events` lists outer ones first."""
+    """Give each event without a value the value of its enclosing event; `events` lists outer ones first."""
     for event in events.tolist():
         if column[event] == NONE and parent[event] != NONE:
             column[event] = column[parent[event]]

@@ -1,8 +1,8 @@
-"""Incremental reader of a large JSON object: one of its arrays is passed on element by element, never held as a whole.
+"""Incremental reader of a large JSON object, one of whose arrays is passed on element by element without being stored.
 
-Traces are objects with some small values and one array, `traceEvents`, which may hold millions of events. Keys may
-precede and follow it. `ijson` is not used: it takes 1.9 times the CPU time for a trace of torch.profiler, and rejects
-control characters in names and NaN.
+Traces are objects with some small values and one array, `traceEvents`, which may hold millions of events. Other keys
+may precede and follow it. `ijson` is not used: it takes 1.9 times the CPU time for a trace of torch.profiler, and
+rejects control characters in names and NaN.
 """
 
 import codecs
@@ -111,7 +111,7 @@ class _Text:
             return
 
     def _more(self) -> bool:
-        """Read another piece, if there is one."""
+        """Read another piece of the file, if there is one."""
         if self.is_whole:
             return False
         try:

@@ -1,6 +1,6 @@
 """Kind of each event of a trace: computation, communication, copy, or none of these.
 
-On an accelerator it follows from the kernel's name, as in Holistic Trace Analysis; on the CPU operators compute, and
+On an accelerator, the kernel's name determines it, as in Holistic Trace Analysis. On the CPU, operators compute and
 gloo's annotations communicate.
 """
 
@@ -25,7 +25,7 @@ class Kind(IntEnum):
 _COMMUNICATION = re.compile(r"^nccl|^hccl|ncclKernel|ncclDev")
 _COPY = re.compile(r"^(hip)?Memcpy|^(hip)?Memset|^dma")
 _WAITING = re.compile(r"Sync$|^Stream Wait Event")
-"""Markers that some versions list among the kernels."""
+"""Markers that some torch versions list among the kernels."""
 _GLOO = re.compile(r"^gloo:")
 _COLLECTIVE_CALL = re.compile(r"^(c10d|_c10d_functional|_dtensor)::|^record_param_comms")
 """Operators that start a collective or wait for it; they do not compute."""

@@ -54,11 +54,11 @@ class StreamPauses:
 
     stream: int
     host_ns: int
-    """The next kernel was launched only after the previous one had ended."""
+    """Nanoseconds of pauses whose next kernel was launched only after the previous one had ended."""
     kernel_ns: int
-    """It was launched in time, and the pause is shorter than 30 microseconds."""
+    """Nanoseconds of pauses below 30 microseconds before a kernel that was launched in time."""
     other_ns: int
-    """It was launched in time and started late: it waited for another stream, or for a copy."""
+    """Nanoseconds of longer pauses before a kernel launched in time, which waited for another stream or a copy."""
 
 
 def launch_of(trace: Trace) -> Ints:

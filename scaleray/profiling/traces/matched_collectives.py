@@ -1,7 +1,7 @@
 """Collectives matched across the traces of several ranks, and the lateness of each rank.
 
-If NCCL's kernels carry `Seq`, they are matched by it: it is the same on all ranks of a group. Otherwise the n-th call
-of a name in a group on one rank matches the n-th on the others, which holds for traces of the same steps.
+NCCL kernels with `Seq` are matched by this number, which is the same on all ranks of a group. Otherwise, the n-th call
+of a name in a group on one rank matches the n-th on the others, which is correct for traces of the same steps.
 """
 
 import math
@@ -25,7 +25,7 @@ class Collective:
     """One rank's part in a collective."""
 
     event: int
-    """Its index in the trace."""
+    """Index of the event in the trace."""
     group: str
     """Name of the process group; empty if the trace lacks it, as with gloo."""
     group_size: int | None

@@ -1,4 +1,4 @@
-"""Snapshot of a device's memory: purpose of its blocks, and memory that is held without being used.
+"""Snapshot of a device's memory: purpose of its blocks, and memory that is reserved but unused.
 
 Two formats are read: scaleray's own JSON, and the pickles of `torch.cuda.memory._dump_snapshot`. Only containers,
 numbers and text are loaded from these, so that opening one runs no code.
@@ -76,7 +76,7 @@ class MemorySnapshot:
     @property
     def stranded_bytes(self) -> int:
         """Unused bytes in partly used segments, which cannot be returned. Segments that grow return whole pages, and
-        are excluded from torch's own count, too."""
+        torch's own count also excludes them."""
         whole = (segment for segment, grows in zip(self.segments, self.grows, strict=True) if not grows)
         partly_used = (segment for segment in whole if any(block.is_used for block in segment))
         return sum(block.size for segment in partly_used for block in segment if not block.is_used)
@@ -133,7 +133,7 @@ class _Containers(pickle.Unpickler):
         raise TraceError(
             self.name,
             f"a pickle that imports {module}.{name}",
-            "a memory snapshot holds only containers, numbers and text; this file could run any code",
+            "a memory snapshot contains only containers, numbers and text; this file could run any code",
             "do not open it with any other program either, unless you trust its source",
         )
 

@@ -23,7 +23,7 @@ def merge(
     meetings: Sequence[MatchedCollective],
     write: Callable[[str], object],
 ) -> None:
-    """Write the traces of all ranks as one. Files: those that the traces were read from, positioned at the start."""
+    """Write the traces of all ranks as one. files: files from which the traces were read, positioned at the start."""
     first = min(int(trace.start.min()) - clocks.ahead_ns.get(rank, 0) for rank, (trace, _) in ranks.items())
     head = {
         "schemaVersion": 1,
@@ -111,7 +111,7 @@ class _Mover:
         self.sink.put({**arrow, "bp": "e"} if end == "f" else arrow)
 
     def name_the_rest(self) -> None:
-        """Name the processes that the trace itself leaves unnamed."""
+        """Name the processes that have no name in the trace."""
         for process in self.processes:
             if process not in self.named:
                 event = {"ph": "M", "name": "process_name", "pid": self._process(process), "tid": 0, "args": {}}

@@ -1,9 +1,9 @@
-"""Division of the time of one rank's traced steps; the parts sum to the steps.
+"""Division of the time of one rank's traced steps into parts whose sum is the time of the steps.
 
 On an accelerator, each moment counts for the first active part: computing, communicating, copying. The rest is idle
 time: due to the host if the kernel that ends the pause was launched only after the pause began (the rule of Holistic
 Trace Analysis, per stream there, over all streams here), otherwise for other reasons. On the CPU, operators on any
-thread compute, and time without operator or collective belongs to Python and to waiting for input.
+thread compute, and time without operator or collective counts as Python and waiting for input.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from scaleray.profiling.traces.launches import launch_starts
 from scaleray.profiling.traces.trace import ANNOTATION, CPU_OP, STEP, Trace
 
 CLOSES_WITHIN = 0.01
-"""Largest share of the steps by which the sum of the parts may differ from them."""
+"""Largest difference between the steps and the sum of their parts, as a share of the steps."""
 MISSING = 0.25
-"""Largest share of a step between two marks: on a busy machine, the profiler itself waits there."""
+"""Largest gap between two step marks, as a share of a step: on a busy machine, the profiler waits there."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,7 @@ def _last_launched(trace: Trace, start_ns: int, end_ns: int) -> int:
 
 
 def _ended_late(trace: Trace, pauses: Intervals) -> Intervals:
-    """Pauses whose next kernel was launched only after they had begun; a final pause, without a next kernel, counts
-    too."""
+    """Pauses whose next kernel was launched only after they had begun, and a final pause without a next kernel."""
     if not len(pauses):
         return EMPTY
     on_device = np.flatnonzero(trace.is_on_device)

@@ -23,7 +23,7 @@ OWN_KEY = "scaleray"
 MODULE_PREFIX = "module: "
 """Prefix of the annotations that name modules in scaleray's own traces."""
 NONE = -1
-"""Value in a numeric column for events that have none."""
+"""Value in a numeric column for events without one."""
 SCHEMA = 1
 """The only schema that Kineto has used so far."""
 

@@ -1,7 +1,7 @@
 """Clock offsets between ranks, used to place their traces on one time line.
 
 All ranks leave a barrier within one round trip of each other, whatever their clocks show; the median over many barriers
-gives the clock offset. Traces without barriers are aligned by the ends of their collectives, which are as close
+gives the clock offset. Traces without barriers are aligned by the ends of their collectives, which are equally close
 together.
 """
 

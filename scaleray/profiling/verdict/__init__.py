@@ -1,1 +1,1 @@
-"""Verdict on a training: its limits, their cost, and the next measure to try."""
+"""Verdict on a training: its limits, their cost, and the next remedy to try."""

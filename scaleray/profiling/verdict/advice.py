@@ -24,7 +24,7 @@ def advice_on(limit: Limit, facts: Facts, *, phase: str | None = None, cause: st
 
 _OTHERS = {
     Limit.COPY: Advice(
-        "fewer or narrower columns from the workload's transform or collate, in the dtype that the model uses"
+        "return fewer or narrower columns from the workload's transform or collate, in the dtype that the model uses"
     ),
     Limit.EVALUATION: Advice(
         "evaluate less often (evaluation.every), or in larger micro-batches (evaluation.micro_size)",

@@ -12,7 +12,7 @@ class Limit(StrEnum):
     INPUT = "input"
     COPY = "copy to device"
     COMPUTE = "compute"
-    """No other limit: the steps are the model's own work."""
+    """No other limit: the steps consist of the model's own work."""
     COMMUNICATION = "exposed communication"
     HOST = "launch/host"
     """Python between and around the passes: callbacks, logging, garbage collection, unnecessary waits for the
@@ -29,7 +29,7 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True)
 class Advice:
-    """Advice. keys: of the config; commands: to run."""
+    """Advice on a limit. keys: config keys to change. commands: commands to run."""
 
     text: str
     keys: tuple[str, ...] = ()
@@ -40,9 +40,9 @@ class Advice:
 class Finding:
     """A cause of lost time.
 
-    share: part of the elapsed time saved by removing it, between low and high in 9 of 10 resamples of the steps; None:
-    observed, at an unknown cost. gain: upper bound on the speed-up without it. likelihood: share of the resamples in
-    which it is large enough to be reported.
+    share: part of the elapsed time saved by removing the cause, between low and high in 9 of 10 resamples of the steps;
+    None if its cost is unknown. gain: upper bound on the speed-up from removing it. likelihood: share of the resamples
+    in which it is large enough to be reported.
     """
 
     limit: Limit
@@ -55,7 +55,7 @@ class Finding:
     cause: str = ""
     """Specific cause, such as `garbage collection`, if known."""
     ranks: tuple[int, ...] = ()
-    """Stragglers, slowest first, or the ranks that wait for their rows while others do not."""
+    """Stragglers, slowest first, or ranks that wait for their rows while others do not."""
     phase: str | None = None
     """Phase in which a straggler falls behind."""
     bucket: int | None = None
@@ -68,7 +68,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Limit of a training: one primary finding, others ordered by share, and a sentence."""
+    """Verdict on a training: a primary finding, other findings ordered by share, and a sentence."""
 
     primary: Finding
     others: tuple[Finding, ...]

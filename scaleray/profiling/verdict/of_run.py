@@ -69,7 +69,7 @@ def facts_of(record: RunRecord, *, device: str = "cpu") -> Facts:
 
 
 def signals_of(profile: RunProfile) -> Signals:
-    """Signals in a profile: its series, without the first steps, in which caches fill, and without traced steps."""
+    """Signals from the series of a profile, without the first steps, in which caches fill, and without traced steps."""
     ranks = sorted(profile.ranks, key=lambda one: one.rank)
     count = min(len(one.step.series) for one in ranks)
     width = max(1, profile.buckets.width)
@@ -107,7 +107,7 @@ def _rows(spreads: Sequence[Spread | None], count: int, first: int) -> npt.NDArr
 
 
 def _late_at(profile: RunProfile) -> dict[int, LateAt]:
-    """Place where each straggler's gradients become late; if a rank has several, the first is the worst."""
+    """Place where each straggler's gradients become late; the worst one if a rank has several."""
     known = reversed(profile.stragglers)
     return {one.rank: LateAt(one.bucket, one.layers) for one in known if one.bucket is not None}
 
@@ -140,7 +140,7 @@ def _memory_shares(ranks: Sequence[RankProfile]) -> tuple[float | None, float | 
 
 
 def _last_operation(ranks: Sequence[RankProfile], rows: Sequence[CollectiveRow]) -> str:
-    """The collective that a backward pass waits for last: that of its last bucket."""
+    """Last collective for which a backward pass waits: that of its last bucket."""
     buckets = [bucket for one in ranks[:1] for bucket in one.lateness]
     if not buckets:
         return ""

@@ -1,4 +1,4 @@
-"""Steps replayed without one cause: every step takes the slowest rank's own work plus the link's time.
+"""Replay of steps without one cause: every step takes the slowest rank's own work plus the link's time.
 
 Ranks of a synchronous training wait for each other in collectives. The last one to arrive waits only for the link, so
 the shortest wait of a step is the link's time, and any longer wait is for the slowest rank. Without X, a step takes as
@@ -26,7 +26,7 @@ occur where tensors are created."""
 
 @dataclass(frozen=True)
 class Replay:
-    """The ranks' own work, and the link's time."""
+    """Input of a replay: the ranks' own work and the link's time."""
 
     parts: Mapping[Phase, Seconds]
     link: Times

@@ -46,7 +46,7 @@ class Signals:
     reserved_share: float | None = None
     """Largest share of a device's memory that the allocator held."""
     last_operation: str = ""
-    """Last collective to be waited for, such as `all-reduce of bucket 0 (blocks.0-3)`."""
+    """Last collective that a step waits for, such as `all-reduce of bucket 0 (blocks.0-3)`."""
     bus_bandwidth: float | None = None
     """Bytes per second of the collectives that take the most time, by the size of their group."""
 

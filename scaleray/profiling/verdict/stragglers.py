@@ -9,13 +9,13 @@ from scaleray.profiling.verdict.signals import Seconds
 from scaleray.records.phases import Phase
 
 LEAST_EXCESS = 0.01
-"""Share of a step above which a rank's mean excess in a part is attributed to the rank, not to chance."""
+"""Share of a step above which a rank's mean excess in a part is attributed to the rank rather than to chance."""
 ALIKE = 0.5
-"""Share of the worst excess above which another rank counts as a straggler too: a slow node has many ranks."""
+"""Share of the worst excess above which another rank also counts as a straggler, as a slow node has many ranks."""
 
 APART = (Phase.INPUT,)
-"""Parts in which the rank that waits longest is not a straggler: rows of the others may be just as late, hidden because
-they arrive while these ranks wait for that one.
+"""Parts in which the rank that waits longest is not a straggler: rows of the others may be just as late, which is
+hidden because they wait for that rank.
 """
 
 
@@ -61,7 +61,7 @@ def stragglers_of(replay: Replay) -> Stragglers | None:
 
 
 def _of_the_others(values: Seconds) -> Seconds:
-    """Median over the other ranks; with many ranks, over all, which a single rank hardly changes."""
+    """Median over the other ranks; over all ranks if there are many, as a single rank then hardly changes it."""
     num_ranks = values.shape[0]
     if num_ranks > 8:
         return np.broadcast_to(np.median(values, axis=0), values.shape)

@@ -41,7 +41,7 @@ def drawn_columns(count: int) -> npt.NDArray[np.int64]:
 def resampled_shares(
     saved: Mapping[str, npt.NDArray[np.float64]], times: npt.NDArray[np.float64]
 ) -> dict[str, npt.NDArray[np.float64]]:
-    """Share of the time saved by each, in every resample. saved, times: seconds of each step."""
+    """Share of the time saved by removing each limit, in every resample. saved, times: seconds of each step."""
     columns = drawn_columns(len(times))
     whole = times[columns].sum(axis=1)
     return {name: values[columns].sum(axis=1) / whole for name, values in saved.items()}
@@ -52,7 +52,7 @@ LEAST_STEPS = 10
 LEAST_SHARE = 0.06
 """Share of the time above which a limit is reported."""
 SURE_SHARE = 0.03
-"""Share that it must exceed in all but LOW of the resamples, so that a hiccup of the machine is not reported."""
+"""Share that a limit must exceed in all but LOW of the resamples, so that a hiccup of the machine is not reported."""
 MOST_UNEXPLAINED = 0.1
 """Share of unexplained time above which there is no verdict."""
 CONFIDENT = {"sure": 0.95, "likely": 0.75, "unsure": 0.0}
@@ -71,7 +71,7 @@ Times = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _Costs:
-    """Seconds of each step saved by removing each limit: on top of the stragglers (`saved`) and alone (`alone`)."""
+    """Seconds of each step saved by removing each limit, in addition to the stragglers (`saved`) or alone (`alone`)."""
 
     times: Times
     saved: dict[Limit, Times]
@@ -165,7 +165,7 @@ def _seconds_of_retries(replay: Replay, signals: Signals) -> npt.NDArray[np.floa
 
 
 def _pressure_of_unknown_cost(signals: Signals, facts: Facts) -> list[Finding]:
-    """Signs of memory pressure if no steps are free of them."""
+    """Finding on memory pressure of unknown cost, if no steps are free of it."""
     if signals.retries is None or not (signals.retries > 0).any():
         return []
     return [
@@ -224,7 +224,7 @@ def _computing(shares: Mapping[str, float], found: list[Finding]) -> Finding:
 
 
 def _confidence(primary: Finding, costs: _Costs, steps: int) -> str:
-    """How often the finding would be primary in resampled steps of the same training."""
+    """Confidence in a primary finding, from how often it would be primary in resampled steps."""
     drawn = resampled_shares({str(limit): saved for limit, saved in costs.saved.items()}, costs.times)
     if not drawn:
         return "likely"

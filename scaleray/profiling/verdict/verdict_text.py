@@ -1,4 +1,4 @@
-"""Text of a verdict: one sentence, the evidence of each finding, and the questions that could not be answered."""
+"""Text of a verdict: a sentence, the evidence of each finding, and the questions that could not be answered."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def sentence_of(verdict: Verdict, facts: Facts) -> str:
     """The verdict as one sentence, and the next measure as another."""
     one, workers = verdict.primary, quantity(facts.workers, "worker")
     if one.limit is Limit.COMPUTE:
-        return f"computes: {one.share:.0%} of the time is the model's own work on {workers}; nothing else limits it."
+        return f"computing is the limit: {one.share:.0%} of the time is the model's own work on {workers}."
     first = f"{_subject(one, facts)}: {one.share:.0%} of a step on {workers}"
     if one.limit is Limit.COMMUNICATION and one.evidence:
         first += f", {one.evidence}"
@@ -57,7 +57,7 @@ def _subject(one: Finding, facts: Facts) -> str:
 
 
 def straggler_place(finding: Finding, stragglers: Stragglers, signals: Signals) -> Finding:
-    """Add the ranks, the phase and, in a backward pass, the bucket and the layers to the finding."""
+    """Describe the ranks and the phase of a straggler and, in a backward pass, the bucket and the layers."""
     finding = dataclasses.replace(finding, ranks=stragglers.ranks, phase=stragglers.phase)
     at = signals.late_at.get(stragglers.ranks[0])
     if stragglers.phase is Phase.BACKWARD and at is not None:

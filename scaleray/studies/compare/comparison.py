@@ -1,8 +1,8 @@
 """Differences between recorded runs, studies or sweeps: conditions, measurements, curves and speed.
 
-The first is the base. Records that repeat one another (`records.conditions.repeat_key`) are grouped if others are
-compared as well: their interval then covers the spread between launches. Without repeats the spread is unknown, and
-none is called slower or faster."""
+The first record is the base. Records that repeat each other (`records.conditions.repeat_key`) are grouped if they are
+compared with others; their interval then covers the spread between launches. Without repeats, this spread is unknown,
+and no record is called slower or faster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from scaleray.studies.compare.speed import SpeedVerdict, study_verdicts, sweep_v
 
 
 def loss_difference(label: str, run: FoundRun, base: FoundRun) -> str:
-    """A sentence: equal to the bit, or the first step whose loss differs and the largest relative difference."""
+    """Sentence on losses: equal to the bit, or the first step that differs and the largest relative difference."""
     mine, theirs = _losses(run), _losses(base)
     common = sorted(mine.keys() & theirs.keys())
     who = f"losses of {label} and A"
@@ -55,7 +55,7 @@ SINGLE = (
 EXIT_INCONCLUSIVE = 3
 """Exit status of `scaleray compare --fail-if-slower` if there are too few launches for a verdict."""
 MOST_BY_CHANCE = 4
-"""Number of verdicts, each at 95 %, from which a note warns that one may exceed the noise by chance."""
+"""Number of verdicts, each at 95 %, from which a note warns of a difference by chance."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ class Comparison(JsonRecord):
         return [v for v in self.verdicts if v.verdict == "slower" and _is_beyond(v, per_cent)]
 
     def unclear_beyond(self, per_cent: float) -> list[SpeedVerdict]:
-        """Verdicts that cannot decide whether it is slower by this many per cent: the known noise does not explain the
+        """Verdicts that cannot exclude a slowdown by this many per cent: the known noise does not explain the
         difference and launches are too few, or there is no basis for a verdict."""
         return [v for v in self.verdicts if v.verdict == "inconclusive" and _is_beyond(v, per_cent)]
 
 
 @names_what_is_missing
 def compare(*runs: str | Path, uri: str | None = None) -> Comparison:
-    """Compare recorded trainings, studies or sweeps, each with the first; the differences say whether one is slower.
+    """Compare recorded trainings, studies or sweeps with the first one, and decide whether one is slower.
 
     runs: folders, names in the storage path, or ids or names in MLflow at `uri`. Raises UsageError.
     """
@@ -159,7 +159,7 @@ def _check(found: Sequence[FoundRun]) -> None:
 
 
 def _groups(records: Sequence[Any]) -> list[int]:
-    """Number of the first record that each record repeats; its own number if all are alike or none repeats another."""
+    """Index of the first record that each record repeats; its own index if all are alike or none is a repeat."""
     keys = list(map(repeat_key, records))
     groups = [keys.index(key) for key in keys]
     return groups if len(set(groups)) > 1 else list(range(len(records)))

@@ -1,4 +1,4 @@
-"""The measurements of records side by side."""
+"""Measurements of records side by side."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Figure:
 
 
 def figures(records: Sequence[Any]) -> list[Figure]:
-    """The measurements of records of one kind. Measurements that no record has are omitted."""
+    """Measurements of records of one kind. Those that no record has are omitted."""
     make: dict[type, Callable[[Any], list[Figure]]] = {RunRecord: _training, StudyRecord: _study, SweepRecord: _sweep}
     rows = make[type(records[0])](records)
     return [row for row in rows if any(value is not None for value in row.values)]

@@ -49,7 +49,7 @@ def tables(comparison: Comparison) -> list[Table]:
 
 
 def _short(values: Sequence[Any]) -> list[str]:
-    """The values as text, long ones shortened to their differing parts."""
+    """Values as text; long ones are shortened to their differing parts."""
     texts = [", ".join(map(str, value)) if isinstance(value, list) else str(value) for value in values]
     if max(map(len, texts)) <= LONGEST_VALUE:
         return texts

@@ -38,7 +38,7 @@ class SteadySteps:
         return [time / (self.samples_per_step if per_sample else 1) for time in self.step_times_s]
 
     def described(self) -> str:
-        """The number of steady steps as text, or `no step times` with the reason."""
+        """Number of steady steps as text, or `no step times` with the reason."""
         return (
             f"too few steady steps: {self.num_steps}"
             if self.step_times_s
@@ -47,7 +47,7 @@ class SteadySteps:
 
 
 def steady_steps(run: FoundRun) -> SteadySteps:
-    """The steps after the warm-up. The last batch of an epoch may be smaller; only those of full size are compared."""
+    """Steps after the warm-up. Only full batches are compared, as the last batch of an epoch may be smaller."""
     rows = [row for row in step_rows(run.steps) if row.get("step_time_s", 0.0) > 0]
     size = int(max((row["num_samples"] for row in rows), default=0))
     whole = [row for row in rows if row["num_samples"] == size]
@@ -58,17 +58,16 @@ def steady_steps(run: FoundRun) -> SteadySteps:
 
 
 MOST_OF_IT = 0.5
-"""Share of the difference from which a limit counts as its cause."""
+"""Smallest share of the difference at which a limit counts as its cause."""
 
 
 def seconds_by_limit(verdict: Verdict) -> dict[str, float]:
-    """Seconds of a mean step that go to each limit, and to computing."""
+    """Seconds of a mean step spent on each limit and on computing."""
     return {limit: share * verdict.step_s for limit, share in verdict.shares.items()}
 
 
 def reason_of(base: Verdict, other: Verdict) -> str:
-    """Main cause of the difference between two trainings, as text; "" if there is no single cause, or a part is
-    unknown."""
+    """Main cause of the difference between two trainings, as text; "" if no single cause is known."""
     if Limit.INCOMPLETE in (base.limit, other.limit) or other.step_s == base.step_s:
         return ""
     before, after = seconds_by_limit(base), seconds_by_limit(other)
@@ -82,7 +81,7 @@ def reason_of(base: Verdict, other: Verdict) -> str:
 
 
 def _place(verdict: Verdict) -> str:
-    """Ranks that delay the others, and their place."""
+    """Ranks that delay the others, and where."""
     found = next((one for one in (verdict.primary, *verdict.others) if one.limit is Limit.STRAGGLER), None)
     if found is None:
         return "ranks wait for each other"
@@ -104,7 +103,7 @@ class SpeedVerdict:
     what: str
     words: str
     time_ratio: Estimate | None = None
-    """Time over the base's; if the verdict is `inconclusive`, the interval covers only the known noise."""
+    """Time relative to the base; if the verdict is `inconclusive`, the interval covers only the known noise."""
     caveats: list[str] = field(default_factory=list)
     verdict: str = "inconclusive"
     """`slower`, `faster`, `no difference` or `inconclusive`, see `Change.verdict`."""
@@ -149,8 +148,8 @@ def training_verdict(side: Side, base: Side, *, alike: Sequence[FoundRun] = ()) 
 
 
 def _reason(side: Side, base: Side) -> str:
-    """Cause of the difference by the profiles of two trainings, the first of each side's repeats; "" if there is no
-    single cause or a profile is missing."""
+    """Cause of the difference according to the profiles of two trainings, the first of each side's repeats; "" if there
+    is no single cause or a profile is missing."""
     mine, theirs = (verdict_of_run(runs[0].record) for _, runs in (side, base))
     return reason_of(theirs, mine)
 
@@ -193,7 +192,7 @@ def sweep_verdict(side: Side, base: Side, *, alike: Sequence[SweepRecord] = ()) 
     num_common = sum(all(key in one for one in every) for key in every[0])
     what = f"time per sample of {num_common} trials with the same settings"
     if change is None:
-        text = "no result: it takes at least 3 trials that all sweeps have, with a measured speed"
+        text = "no result: at least 3 trials with a measured speed in all sweeps are needed"
         return SpeedVerdict(mine, theirs, what, text)
     return _verdict(mine, theirs, what, change, [])
 
@@ -222,7 +221,7 @@ def _launches(points: Sequence[Point], *, per_sample: bool) -> list[Turns]:
 
 
 def _trials(record: SweepRecord) -> dict[tuple[object, ...], float]:
-    """Seconds per sample by settings, of trials with their own measurement; the first of equal ones."""
+    """Seconds per sample of trials with their own measurement, by settings; the first trial of equal ones."""
     found: dict[tuple[object, ...], float] = {}
     for trial in record.trials:
         if trial.samples_per_s and trial.same_as is None:

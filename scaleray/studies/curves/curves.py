@@ -23,12 +23,12 @@ LARGE_SHARE = 0.2
 WORDS = {
     "communication": "communication is the limit",
     "input": "the input is the limit",
-    "contention": "workers getting in each other's way is the limit",
+    "contention": "contention between workers is the limit",
     "compute": "too little work for each worker is the limit",
     "computing or communication": "computing and communication, not measured separately here, are the limit",
     "nothing yet": "there is no limit yet",
 }
-"""Values of `Curve.limit`, each with the beginning of a sentence about it."""
+"""Values of `Curve.limit`, each with the beginning of its sentence."""
 
 AS_IN_PROFILES = {
     "communication": Limit.COMMUNICATION,
@@ -38,7 +38,7 @@ AS_IN_PROFILES = {
     "computing or communication": Limit.COMMUNICATION,
     "nothing yet": Limit.COMPUTE,
 }
-"""Limits that a profile of such steps can have; a curve also detects too little work or too few cores."""
+"""Limits that a profile can have; a curve also detects too little work or too few cores."""
 
 
 def limit_of(mode: Mode, base: Point, largest: CurvePoint) -> str:
@@ -64,7 +64,7 @@ def limit_of(mode: Mode, base: Point, largest: CurvePoint) -> str:
 
 
 def lost_shares(mode: Mode, base: Point, point: Point) -> dict[str, float]:
-    """Excess of each part over the ideal, as a share of the point's step time; below 0: better. They add up to `1 -
+    """Excess of each part over the ideal, as a share of the point's step time; negative if better. The sum is `1 -
     efficiency`.
 
     waiting: time spent waiting for the slowest worker of a step."""
@@ -79,7 +79,7 @@ def lost_shares(mode: Mode, base: Point, point: Point) -> dict[str, float]:
 
 
 def advice(limit: str, point: Point) -> str:
-    """Remedy for a limit, with the keys of the config, as a profile advises it; "" if there is none."""
+    """Remedy for a limit, with config keys, as in a profile's advice; "" if there is none."""
     about = Facts(
         point.workers,
         point.strategy,
@@ -131,7 +131,7 @@ def _price_of_a_million(largest: CurvePoint, doubling: NextDoubling, price_per_w
 __all__ = ["GivenLaw", "as_curve"]
 
 DEFAULT_LAW = {"strong": "amdahl", "weak": "gustafson"}
-"""Law for each mode with only two points, which every law fits exactly: the law made for the mode."""
+"""Law used for each mode with only two points, which every law fits exactly."""
 
 
 def as_curve(
@@ -142,7 +142,7 @@ def as_curve(
     laws: Sequence[GivenLaw] = (),
     workers_per_node: int | None = None,
 ) -> Curve:
-    """Everything derived from the points of one mode: speed-ups, fits, the next doubling, the limit, a verdict.
+    """Derive the curve of one mode from its points: speed-ups, fits, the next doubling, the limit and a verdict.
 
     laws: further laws to fit and compare in addition to Amdahl's, Gustafson's and the USL. workers_per_node: number of
     workers on a node; a doubling that needs a second node is not predicted if all points fit on one. Raises UsageError
@@ -184,8 +184,7 @@ def as_curve(
 
 
 def _best(mode: Mode, fitted: Sequence[FittedLaw]) -> FittedLaw | None:
-    """The law with the smallest held-out error, the simplest of equal ones; the mode's default if none can be
-    compared."""
+    """Law with the smallest held-out error, the simplest if equal; the mode's default if none can be compared."""
     if any(f.held_out_error is None for f in fitted):
         return next(f for f in fitted if f.law.name == DEFAULT_LAW[mode])
     return min(fitted, key=lambda f: f.held_out_error or 0.0, default=None)

@@ -38,7 +38,7 @@ NUM_BATCHES = 10
 """Number of consecutive batches into which a single turn is divided. They are resampled as a whole, since neighbouring
 steps correlate."""
 LEAST_BATCH = 4
-"""Minimum number of steps in a batch."""
+"""Smallest number of steps in a batch."""
 WORTH_PAIRING = 0.5
 """Largest width of the paired intervals, relative to the unpaired ones, at which pairing is used. Choosing the narrower
 interval would favour those that are narrow by chance: for normal turns and 3 to 10 rounds such a choice covers 93 % if
@@ -63,7 +63,7 @@ class Resampled:
     """Whether the turns were drawn together with those of the curve's other points."""
 
     def estimate(self) -> Estimate:
-        """The quantity itself, with its interval."""
+        """The quantity with its interval."""
         return estimate(self.value, self.deviations * widening([self]))
 
     def over(self, other: Resampled) -> Estimate:

@@ -1,9 +1,9 @@
-"""How far a fitted curve may be extrapolated: the next doubling with its interval, or the reason why there is none.
+"""Extrapolation of a fitted curve: the next doubling with its interval, or the reason why none is predicted.
 
 The interval covers two uncertainties: that of the measurements, from the law's fits to bootstrap draws; and that of the
 law, which repeats do not reduce. Points within a node do not show the network between nodes: predictions for 75
 published doublings that were the first to leave a node were wrong by 55 % (root mean square), those for 296 others by
-13 %. So no doubling beyond a node is predicted."""
+13 %. Therefore, no doubling beyond a node is predicted."""
 
 import math
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ TWO_POINTS, MORE_POINTS = LawError(0.04, 0.7, 0.0), LawError(0.04, 0.5, 0.5)
 the points before them, by the chosen law: weak and strong scaling of CNNs and transformers on 1 to 32 V100, P100, T4,
 A100 and H100 (DLPerf, NVIDIA DLExamples, TensorFlow 2017, LLM Foundry, and the traces of Pollux and Sia). The intervals
 hold 93 % of them, 96 % of those from 3 points or more; with constants chosen without one source they hold 89 % of it.
-The noise of those measurements, which were not repeated, is not in the intervals. A gain above 2 is not cut off, as 11
-% measured one."""
+The noise of those measurements, which were not repeated, is not in the intervals. Gains above 2 are not capped, as 11 %
+of the doublings had one."""
 WIDEST = 1.0
 """Maximum width of the gain's interval for a prediction: no gain and the full gain differ by 1."""
 NUM_BAND_POINTS = 24
@@ -57,7 +57,7 @@ def refusal(points: list[CurvePoint], workers_per_node: int | None) -> str:
         return f"{span}, too little to predict another"
     if workers_per_node is not None and last.workers <= workers_per_node < 2 * last.workers:
         more = 2 * last.workers
-        return f"{more} workers would be the first to leave a node, whose network was not measured (measure {more})"
+        return f"{more} workers would be the first to span nodes, whose network was not measured (measure {more})"
     return ""
 
 
@@ -83,7 +83,7 @@ def is_too_wide(doubling: NextDoubling) -> bool:
 
 
 def band(points: list[CurvePoint], fitted: FittedLaw) -> list[tuple[float, Estimate]]:
-    """(workers, speed-up) by this law from the smallest point to twice the largest, every measured number included."""
+    """(workers, speed-up) by this law from the smallest point to twice the largest, including every measured number."""
     first, last = points[0].point, points[-1].point
     grid = np.geomspace(first.workers, 2 * last.workers, NUM_BAND_POINTS)
     places = sorted({*(float(p.point.workers) for p in points), *(round(float(n), 3) for n in grid)})
@@ -103,7 +103,7 @@ def band(points: list[CurvePoint], fitted: FittedLaw) -> list[tuple[float, Estim
 
 
 def _growth(fitted: FittedLaw, loss: float, last: int, workers: float) -> tuple[float, Draws]:
-    """Log throughput at `workers` over that at the last point, by the law, whose uncertainty the draws show."""
+    """Log ratio of throughput at `workers` to the last point's, by the law; the draws show its uncertainty."""
     at_last, last_draws = fitted.log_throughput(last)
     there, draws = fitted.log_throughput(workers)
     doublings = math.log2(workers / last)

@@ -1,5 +1,4 @@
-"""Fits of laws to the points of a curve: parameters with intervals, the error on points left out, and values along the
-curve.
+"""Fits of laws to the points of a curve: parameters with intervals, held-out errors, and values along the curve.
 
 A law is fitted to the points, and again to every bootstrap draw of all points; intervals are those of the refitted
 laws."""
@@ -17,7 +16,7 @@ from scaleray.studies.curves.efficiency import CONFIDENCE, Draws, log_throughput
 from scaleray.studies.curves.laws import Array, GivenLaw, Law, laws_for
 
 NUM_FITS = 400
-"""Number of bootstrap draws that each law is fitted to."""
+"""Number of bootstrap draws to which each law is fitted."""
 LEAST_NOISE = 0.02
 """Minimum standard deviation of log throughput in the weights: points with less noise get no more weight, since no law
 is more exact."""
@@ -25,7 +24,7 @@ is more exact."""
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Input of the fits to k points: r = workers relative to the base (k,), logarithms of throughput (k,) and their
+    """Input of fits to k points: r, the workers relative to the base (k,), logarithms of throughput (k,), and their
     draws (k, NUM_FITS)."""
 
     base_workers: int

@@ -80,7 +80,7 @@ def _best(distances: np.ndarray) -> tuple[int, float]:
 
 
 FIGURES = {"efficiency": True, "samples_per_s": True, "mfu": True, "speedup": True, "step_time_s": False}
-"""Figures that have a history, and whether a larger value is better."""
+"""Figures that have a history, and whether larger values are better."""
 SAME = ("kind", "model", "mode", "gpus", "strategy", "global_batch", "hardware")
 """Fields that all points of a history share."""
 MAY_EXPLAIN = ("code", "environment", "data_hash", "topology", "owner")
@@ -111,7 +111,7 @@ class History:
         return ", ".join(str(part) for part in parts if part)
 
     def is_worse(self, change: ChangePoint) -> bool:
-        """Whether the level became worse."""
+        """Whether the new level is worse."""
         return (change.after < change.before) == FIGURES[self.figure]
 
     def explained(self, change: ChangePoint) -> list[str]:

@@ -20,7 +20,7 @@ law."""
 
 @dataclass(frozen=True)
 class GivenLaw:
-    """A law from elsewhere, such as the planner's model: its shape is fixed, only its scale is fitted."""
+    """A law from another source, such as the planner's model. Its shape is fixed; only its scale is fitted."""
 
     name: str
     throughput: Callable[[float], float]
@@ -38,7 +38,7 @@ class Law:
     parameters: Callable[[Array], dict[str, float]]
     """Function from the coefficients, (num_coefficients,), to the law's parameters by name."""
     least_points: int = 2
-    """Smallest number of points that fix the law."""
+    """Smallest number of points that determine the law."""
 
     def log_throughput(self, coefficients: Array, r: Array) -> Array:
         """Logarithm of the throughput at r, (num_points,), or (num_points, num_fits) for coefficients with a second

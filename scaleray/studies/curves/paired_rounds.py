@@ -1,4 +1,4 @@
-"""Measurements ("turns") of the same rounds: the effect of a round on all of them is separated from that of each.
+"""Measurements ("turns") in the same rounds: separates the effect of a round, common to all, from that of each turn.
 
 A study measures every size once in a round, so a machine that is slow for a while slows all of them. As in a block
 design, the mean over the points of each round's deviation is subtracted. The ratio of the remainders of two points is

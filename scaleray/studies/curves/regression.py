@@ -1,12 +1,12 @@
 """The change of step times between two sets of launches, and whether it exceeds the noise.
 
 The difference between two launches of the same training (placement, neighbours, clocks) is usually larger than the
-noise of their steps, and a single launch does not show it. So a launch counts as one measurement, the logarithm of its
-median step time: with at least 2 on each side the difference of their means gets Welch's interval with the degrees of
-freedom of the smaller side, which has at least its nominal coverage for any spreads of the two sides (Mickey and Brown
-1966, Ann. Math. Stat. 37(3):639-642; Welch's own degrees of freedom alarm falsely in 10 % of comparisons of 2 launches
-with 10). With fewer launches nothing is called slower: the answer is `inconclusive`, with the number of launches that
-would suffice."""
+noise of their steps, and a single launch does not show it. A launch therefore counts as one measurement, the logarithm
+of its median step time. With at least 2 on each side, the difference of their means gets Welch's interval with the
+degrees of freedom of the smaller side, which has at least its nominal coverage for any spreads of the two sides (Mickey
+and Brown 1966, Ann. Math. Stat. 37(3):639-642; Welch's own degrees of freedom alarm falsely in 10 % of comparisons of 2
+launches with 10). With fewer launches, nothing is called slower: the verdict is `inconclusive`, with the number of
+launches that would suffice."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ Pairs = Mapping[Any, float]
 
 @dataclass(frozen=True)
 class Change:
-    """Time that the same work takes over that of the base: 1.04 is slower by 4 %.
+    """Time for the same work relative to the base: 1.04 is slower by 4 %.
 
     basis: source of the interval: launches of both sides; launches of one side, assuming an equal spread of the other;
     or only steps, which differ by less than launches. spread: standard deviation of a launch's log time; with basis
@@ -67,7 +67,7 @@ class Change:
             low, high = (100 * (r - 1) for r in (self.time_ratio.low, self.time_ratio.high))
             text = f"no difference beyond noise ({low:+.1f} to {high:+.1f} %{self._reservation})"
             if self.basis == "launches" and self.repeats is not None:
-                text += f"; {self.repeats} launches of each would show one as large as {100 * abs(value - 1):.1f} %"
+                text += f"; {self.repeats} launches of each would show a difference of {100 * abs(value - 1):.1f} %"
             return text
         if verdict != "inconclusive":
             return f"{self._size}, beyond noise"
@@ -75,7 +75,7 @@ class Change:
             known, about = "the spread between launches is unknown", "at least"
         else:
             spread = f"{100 * (self.spread or 0):.2g} %"
-            known, about = f"one side is a single launch, and launches of the other differ by {spread}", "about"
+            known, about = f"one side is a single launch, and launches of the other side differ by {spread}", "about"
         needed = f"{about} {self.repeats}" if self.repeats else f"more than {MOST_REPEATS}"
         return f"inconclusive: {self._size}, but {known}; {needed} launches of each would decide"
 

@@ -2,8 +2,8 @@
 
 The rule: steps are grouped in batches of 5, each represented by its median, so single slow steps do not matter. The
 warm-up ends where the standard error of the remaining batches' mean is smallest, or first within 5 % of that (MSER-5:
-White 1997, Simulation 69(6):323-334), after at least 3 steps and at most half of all (and 20 stay where there are as
-many). The rest is steady unless
+White 1997, Simulation 69(6):323-334), after at least 3 steps and at most half of all, leaving 20 steps if possible. The
+rest is steady unless
 
 - it drifts: it rises or falls more than chance explains (Kendall's tau, p < 0.01), by more than 3 % from end to end
   on the Theil-Sen line; or
@@ -38,7 +38,7 @@ so that the work stays small."""
 
 @dataclass(frozen=True)
 class SteadyState:
-    """End of the warm-up, and whether the rest is steady.
+    """End of the warm-up, and whether the steps after it are steady.
 
     first: index of the first step that counts, from 0. drift: relative change of the step time from there to the end.
     """
@@ -51,7 +51,7 @@ class SteadyState:
 
 
 def steady_state(step_times_s: Sequence[float]) -> SteadyState:
-    """The end of the warm-up of these step times, and whether the rest is steady; see the rule above.
+    """Find the end of the warm-up in these step times, and whether the rest is steady; see the rule above.
 
     step_times_s: step times in s, in order. Any number of steps is allowed; without steps nothing counts."""
     times = np.asarray(step_times_s, dtype=np.float64)
@@ -103,6 +103,6 @@ def _drift(times: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def _batch_medians(times: NDArray[np.float64], size: int) -> NDArray[np.float64]:
-    """Medians of consecutive batches of `size` steps; steps at the end that do not fill a batch are left out."""
+    """Medians of consecutive batches of `size` steps; steps at the end that do not fill a batch are omitted."""
     whole = len(times) // size * size
     return np.asarray(np.median(times[:whole].reshape(-1, size), axis=1))

@@ -150,7 +150,7 @@ def test_the_first_doubling_that_leaves_a_node_is_not_predicted():
     points = planted(lambda n: amdahl(n, 0.02), [1, 2, 4, 8])
     curve = as_curve("strong", points, workers_per_node=8)
     assert curve.next_doubling is None
-    assert "16 workers would be the first to leave a node" in curve.verdict
+    assert "16 workers would be the first to span nodes" in curve.verdict
     assert as_curve("strong", points, workers_per_node=16).next_doubling is not None
     assert as_curve("strong", points, workers_per_node=4).next_doubling is not None
 
