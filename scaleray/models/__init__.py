@@ -1,1 +1,1 @@
-"""Use a trained run's model: load, evaluate, predict and export it."""
+"""Load, evaluate, predict with and export a trained run's model."""

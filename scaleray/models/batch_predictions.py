@@ -1,7 +1,7 @@
 """Predictions of a model for a batch: the workload's own `predict`, or the model's output in the loss.
 
-Without a `predict`, the loss is called, which defines the model's inputs: it runs until the model has returned, so
-columns that only the rest of the loss needs, such as labels, may be missing."""
+Without a `predict`, the loss, which defines the model's inputs, is run until the model has returned. Columns that only
+the rest of the loss needs, such as labels, may therefore be missing."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from scaleray.data.source_interface import Columns, rows_in
 from scaleray.errors import WorkloadError
 from scaleray.workload import Workload, call_user_code, user_traceback
 
-ADD_PREDICT = "add predict(self, model, batch) to the workload, which returns {name: tensor with an element a row}"
+ADD_PREDICT = "add predict(self, model, batch) to the workload; it returns {name: tensor with one element per row}"
 ONLY = "output"
 """Name of an unnamed output of a model."""
 
@@ -58,13 +58,13 @@ def own_predict(workload: Any) -> Callable[[nn.Module, Any], Any] | None:
 
 
 class _Returned(BaseException):
-    """Ends a loss as soon as the model has returned; the user's `except Exception` does not catch it."""
+    """Ends a loss as soon as the model has returned. The user's `except Exception` does not catch it."""
 
 
 def returned_to_loss(workload: Any, model: nn.Module, batch: Any, *, to_the_end: bool = False) -> Any:
     """Output of the model when the loss calls it for this batch. to_the_end: let the loss continue, as far as the
-    available columns allow, to check that it calls the model once. Raises WorkloadError if the loss does not reach the
-    model, or does not call it exactly once and as a whole."""
+    available columns allow, to check that it calls the model only once. Raises WorkloadError unless the loss calls the
+    whole model exactly once."""
     seen: list[Any] = []
 
     def look(module: nn.Module, given: Any, output: Any) -> None:
@@ -93,7 +93,7 @@ def returned_to_loss(workload: Any, model: nn.Module, batch: Any, *, to_the_end:
 
 def by_name(given: Any, num_rows: int, *, what: str, is_own: bool) -> dict[str, Any]:
     """Arrays by name with an element for each row. is_own: whether it comes from the workload's `predict`, whose values
-    must all be such arrays; other values of a model's output are left out."""
+    must all be such arrays. Other values in a model's output are omitted."""
     found = dict(_named(given))
     columns = {name: _as_array(value) for name, value in found.items()}
     good = {name: value for name, value in columns.items() if value is not None and len(value) == num_rows}

@@ -1,4 +1,4 @@
-"""`evaluate`: measure the metrics of a run's model as in its training, on its splits or on other data."""
+"""`evaluate`: measure the metrics of a run's model, as in its training, on its splits or on other data."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def add_to_run(
 ) -> None:
     """Write metrics at a step, and files into a folder of the artifacts. about: content of run.json.
 
-    Raises TrackingError; the run's status stays as it is.
+    Raises TrackingError. The run's status is unchanged.
     """
     run_id, experiment_id, uri = (about.get(key) for key in ("run_id", "experiment_id", "tracking_uri"))
     if not run_id:
@@ -75,7 +75,7 @@ def add_to_run(
             store.send(LogArtifact(str(file), folder))
     except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
         raise TrackingError(
-            "MLflow at", without_password(uri), f"it rejects the metrics: {first_line(exc)}", "or add --no-record"
+            "MLflow at", without_password(uri), f"it rejected the metrics: {first_line(exc)}", "or add --no-record"
         ) from exc
 
 
@@ -83,8 +83,8 @@ BATCH_ROWS = 65_536
 
 
 def as_source_of_split(data: Any, shape: Shape, workload: Any, *, split: str, fitted: Any = None) -> Source:
-    """The source, with the workload's transform, for `--data` or `data=`: files of tables, in memory, or any result of
-    `datasets()`. shape: of the training's columns. Raises DataError."""
+    """Source, with the workload's transform, for `--data` or `data=`: files of tables, data in memory, or any value
+    that `datasets()` may return. shape: shapes of the training's columns. Raises DataError."""
     if not isinstance(data, (str, Path)):
         given = as_source(data, split=split, allows_text=shape.allows_text)
         return for_workload(given, workload, split=split, fitted=fitted)
@@ -117,7 +117,7 @@ def _refuse_missing(columns: Columns, shape: Shape, where: str) -> None:
 
 
 def _as_stored(files: Files, shape: Shape) -> ParquetSource | None:
-    """The files, read piece by piece, if their columns are exactly the training's."""
+    """Source that reads the files piece by piece, if their columns are exactly the training's."""
     try:
         source = ParquetSource(files.uri, columns=list(shape.columns) or None)
         first = source.read(np.arange(1))
@@ -132,15 +132,15 @@ def _is_wanted(name: str, shape: Shape) -> bool:
 
 
 SECTION = "evaluate"
-"""Section of the metrics in MLflow: the training's own curves stay as they are."""
+"""Section of the metrics in MLflow, so that the training's own curves are unchanged."""
 MOST_ROWS = 256
-"""Rows of a micro-batch if the config does not set a worker's number."""
+"""Rows of a micro-batch if the config does not set its size."""
 
 
 @dataclass(frozen=True)
 class Evaluation(JsonRecord):
-    """Metrics of a run's model, `split/metric`. rows: by split. recorded: the metrics' names in MLflow, if written
-    there."""
+    """Metrics of a run's model, by `split/metric`. rows: number of rows, by split. recorded: names of the metrics in
+    MLflow, if written there."""
 
     run: str
     weights: str
@@ -148,7 +148,7 @@ class Evaluation(JsonRecord):
     metrics: dict[str, float]
     rows: dict[str, int]
     data: dict[str, Any]
-    """Facts about each split: kind, rows, SHA-256 if its content was hashed."""
+    """Facts about each split: kind, rows, and SHA-256 if its content was hashed."""
     workers: int
     duration_s: float
     recorded: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -158,7 +158,7 @@ class Evaluation(JsonRecord):
 def evaluate(
     run: str | Path, *, options: EvaluateOptions, data: Any = None, record: bool = True, say: Say = lambda text: None
 ) -> Evaluation:
-    """Measure the metrics of a run's model as in its training: on every split but `train`, or on other data.
+    """Measure the metrics of a run's model, as in its training, on every split except `train` or on other data.
 
     run: as for `load`. data: a Parquet, CSV or JSON-lines file, a folder or s3:// URI of such files, or any value that
     a workload's `datasets()` may have for a split; its metrics are named after its file. record: write the metrics to
@@ -166,12 +166,12 @@ def evaluate(
     split, workers, local = options.split, options.workers, options.local
     started = time.perf_counter()
     if data is not None and split is not None:
-        raise UsageError("--split", split, "it is a split of the run, but --data is given", "leave one of them out")
+        raise UsageError("--split", split, "it is a split of the run, but --data is given", "omit one of them")
     if workers < 1:
         raise UsageError("--workers", workers, "it must be at least 1")
     found = find_trained(run, uri=options.uri)
     if record and found.about.get("tracking_uri") is None:
-        text = "is recorded in another MLflow than the one in use, which is contacted only if you name it"
+        text = "is recorded on another MLflow server than the one in use, which is contacted only if you name it"
         raise TrackingError.problem(f"the run {found.name}", text, "add --uri URI, or --no-record")
     parts = find_parts(found, options=options)
     sources = _sources(parts, data, split)
@@ -204,7 +204,7 @@ class Task:
 
 
 def evaluate_here(place: RankContext, task: Task, sources: Mapping[str, Source]) -> dict[str, float]:
-    """One worker's part: returns the metrics of all workers together. Collective."""
+    """Evaluate on this worker, and return the metrics of all workers together. Collective."""
     job = task.job
     setup = prepare(job.workload, job.config, job.recipe, place, is_resumed=True)
     try:
@@ -221,8 +221,8 @@ def evaluate_here(place: RankContext, task: Task, sources: Mapping[str, Source])
 
 
 def evaluation_config(parts: ModelParts, run: TrainedRun, workers: int) -> RunConfig:
-    """The run's config for evaluating an unsharded model on so many workers, with defaults for settings that only
-    training needs."""
+    """The run's config for evaluating an unsharded model on this many workers, with defaults for settings needed only
+    in training."""
     config = with_absolute_paths(parts.config)
     derived = run.record.derived if run.record is not None else {}
     size = config.evaluation.micro_size or derived.get("evaluation_micro_batch_size") or config.batch.micro_size
@@ -256,7 +256,7 @@ def evaluation_config(parts: ModelParts, run: TrainedRun, workers: int) -> RunCo
 
 
 def evaluation_job(config: RunConfig, workload: Any, sources: Mapping[str, Source]) -> TrainJob:
-    """A one-step training that only evaluates these sources. `train` may be among them."""
+    """Job of a one-step training that only evaluates these sources, which may include `train`."""
     splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
     if streamed := [name for name, split in splits.items() if split.is_streamed]:
         raise DataError(
@@ -296,7 +296,7 @@ def _sources(parts: ModelParts, data: Any, split: str | None) -> dict[str, Sourc
 
 
 def _code(parts: ModelParts, run: TrainedRun, given: Any) -> UserCode:
-    """Reference for gloo processes to the workload: its name, unless given as an object or class."""
+    """Reference to the workload for gloo processes: its name, unless it is given as an object or class."""
     settings, base = parts.config.workload, run.about.get("base_dir")
     name = settings.name if given is None else given if isinstance(given, str) else None
     if parts.weights.workload_state is not None:
@@ -337,7 +337,7 @@ def _on_what_is_there(config: RunConfig, *, local: bool, say: Say) -> RunConfig:
 
 @contextlib.contextmanager
 def _place_for_ray_train(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Storage path and name of a folder that only Ray Train needs."""
+    """Storage path and name of a folder for Ray Train's own files."""
     name = f".evaluate-{secrets.token_hex(4)}"
     try:
         yield config.checkpoint.storage_path, name
@@ -350,7 +350,7 @@ def _place_for_ray_train(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _recorded(result: Evaluation, run: TrainedRun) -> Evaluation:
-    """The result, written to the run in MLflow. Raises TrackingError."""
+    """Write the result to the run in MLflow. Raises TrackingError."""
     named = {name: f"{SECTION}/{name}" for name in result.metrics}
     result = dataclasses.replace(result, recorded=named)
     with tempfile.TemporaryDirectory() as folder:

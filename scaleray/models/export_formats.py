@@ -1,4 +1,4 @@
-"""Export formats: each writes a file, and opens it again as a function of the same call."""
+"""Export formats: each writes a file, and opens it again as a function that answers the same call."""
 
 import contextlib
 import importlib.util
@@ -18,14 +18,14 @@ from scaleray.models.model_call import ModelCall
 from scaleray.workload import user_traceback
 
 Opened = Callable[[ModelCall], list[torch.Tensor]]
-"""Result of an opened file for a call of the model."""
+"""Function of an opened file: returns its outputs for a call of the model."""
 ONNX = ("onnx", "onnxscript", "onnxruntime")
 LARGEST_ONNX_BYTES = 2**31
 """Largest size of an ONNX file, whose format counts bytes in 32 bits."""
 
 
 def write_safetensors(module: nn.Module, call: ModelCall, file: Path, about: dict[str, str]) -> None:
-    """Write only weights; of tied weights, under one name."""
+    """Write only the weights; tied weights have a single name."""
     from safetensors.torch import save_model
 
     del call
@@ -33,7 +33,7 @@ def write_safetensors(module: nn.Module, call: ModelCall, file: Path, about: dic
 
 
 def open_safetensors(file: Path, fresh: Callable[[], nn.Module]) -> Opened:
-    """The weights in a newly built model."""
+    """Open the weights in a newly built model."""
     from safetensors.torch import load_model
 
     module = fresh()
@@ -48,14 +48,14 @@ def write_program(module: nn.Module, call: ModelCall, file: Path, about: dict[st
 
 
 def open_program(file: Path, fresh: Callable[[], nn.Module]) -> Opened:
-    """The program, runnable without the model's code."""
+    """Open the program, which runs without the model's code."""
     del fresh
     module = torch.export.load(str(file)).module()
     return lambda call: call(module)
 
 
 def write_onnx(module: nn.Module, call: ModelCall, file: Path, about: dict[str, str]) -> None:
-    """Write weights and computation in one file, for onnxruntime and others."""
+    """Write weights and computation to one file, for onnxruntime and other programs."""
     check_onnx()
     size = sum(tensor.nbytes for tensor in module.state_dict().values() if isinstance(tensor, torch.Tensor))
     if size >= LARGEST_ONNX_BYTES:
@@ -72,7 +72,7 @@ def write_onnx(module: nn.Module, call: ModelCall, file: Path, about: dict[str, 
 
 
 def open_onnx(file: Path, fresh: Callable[[], nn.Module]) -> Opened:
-    """The file as onnxruntime runs it on the CPU."""
+    """Open the file with onnxruntime on the CPU."""
     import onnxruntime
 
     del fresh
@@ -109,5 +109,5 @@ def _followed(export: Callable[[], Any], module: nn.Module, by: str) -> Any:
             "the model",
             type(module).__name__,
             f"{by} cannot trace its forward(): {first_line(exc)}",
-            f"--format safetensors needs no trace\n  {user_traceback(exc)}",
+            f"--format safetensors needs no tracing\n  {user_traceback(exc)}",
         ) from exc

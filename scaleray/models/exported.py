@@ -36,12 +36,12 @@ from scaleray.workload import call_user_code, own_method
 
 DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROWS, FEWER = 8, 5
-"""Rows on which outputs are compared, and another number of rows, which a program must accept as well."""
+"""Number of rows on which outputs are compared, and another number that a program should also accept."""
 TOLERANCES: dict[Format, float] = {"safetensors": 0.0, "torch.export": 1e-5, "onnx": 1e-4}
-"""Largest relative difference of outputs, for weights in their trained type: the same kernels give the same bits,
-others round differently."""
+"""Largest relative difference of outputs for weights in their trained type, by format: the same kernels give the same
+bits, while others round differently."""
 OF_DTYPE: dict[DType, float] = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
-"""The same for weights in another type, compared with the trained model."""
+"""Largest relative difference from the trained model for weights in another type."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ ENDINGS: dict[Format, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedModel(JsonRecord):
-    """A model in a file or folder. sha256: None for a folder. former: new name of a previous folder. difference:
-    largest relative difference of its outputs from the model's, on `rows` rows; None if not compared. any_rows: whether
-    it accepts other numbers of rows."""
+    """A model exported to a file or folder. sha256: None for a folder. former: new name of a previous folder.
+    difference: largest relative difference between its outputs and the model's, on `rows` rows; None if not compared.
+    any_rows: whether it accepts other numbers of rows."""
 
     file: str
     format: Format
@@ -85,7 +85,7 @@ class ExportedModel(JsonRecord):
     tolerance: float | None = None
 
     def lines(self) -> list[str]:
-        """Description of the file, and the difference of its outputs from the model's."""
+        """Description of the file, and of the difference between its outputs and the model's."""
         written = f"{self.weights} -> {self.file} ({self.num_bytes:,} bytes, {self.format}"
         if self.former is not None:
             return [f"{written})", f"the previous folder is now {self.former}"]
@@ -94,8 +94,8 @@ class ExportedModel(JsonRecord):
         many = "any number of rows" if self.any_rows else f"exactly {self.rows} rows"
         return [
             f"{written}, takes {many})",
-            f"loaded back, its outputs for {self.rows} rows differ by {self.difference:.2g} of the largest "
-            f"(at most {self.tolerance:g} is allowed)",
+            f"loaded back, its outputs for {self.rows} rows differ by {self.difference:.2g} of the largest output (at "
+            f"most {self.tolerance:g} is allowed)",
         ]
 
 
@@ -103,7 +103,7 @@ class ExportedModel(JsonRecord):
 def export_model(
     run: str | Path, out: str | Path, *, options: ExportOptions, data: str | Path | None = None
 ) -> ExportedModel:
-    """Write a run's model to a file or folder for other programs; it appears when it is complete.
+    """Write a run's model to a file or folder for other programs, which appears only when it is complete.
 
     run: as for `load`, or `models:/NAME@ALIAS`. Formats: `safetensors` (weights), `torch.export` and `onnx` (weights
     and the computation of the model's forward) are opened again, and their outputs on real rows compared with the
@@ -137,7 +137,7 @@ def export_model(
 
 
 def _plain(trained: TrainedRun, out: Path, weights: Weights) -> ExportedModel:
-    """The weights as a file of `torch.save`, by the names of the model's state dict."""
+    """Write the weights with `torch.save`, by the names in the model's state dict."""
     with _place(out) as file:
         with stage("writing pt"):
             torch.save(weights.tensors, file)
@@ -151,7 +151,7 @@ def _plain(trained: TrainedRun, out: Path, weights: Weights) -> ExportedModel:
 def _compared(
     parts: ModelParts, out: Path, format: Format, data: str | Path | None, dtype: DType | None, tolerance: float | None
 ) -> ExportedModel:
-    """Write the model to a file whose outputs equal the model's within the tolerance."""
+    """Write the model to a file, whose outputs must equal the model's within the tolerance."""
     model = parts.build()
     model, rows = _with_rows(model, parts, data)
     call = ModelCall.of(model, rows)
@@ -180,8 +180,8 @@ def _compared(
         if found > allowed:
             raise CheckpointError.problem(
                 "The exported model",
-                f"differs in its outputs by {found:.3g} of the largest: at most {allowed:g} is allowed. Nothing was "
-                "written",
+                f"differs in its outputs by {found:.3g} of the largest output: at most {allowed:g} is allowed. Nothing "
+                f"was written",
                 "--tolerance allows more; --dtype fp32 rounds less",
             )
         made = ExportedModel(
@@ -193,24 +193,26 @@ def _compared(
 
 
 def _format_of(out: Path) -> Format:
-    """The format for a file name's ending."""
+    """The format for the extension of a file name."""
     found: Format | None = next((name for name, ending in ENDINGS.items() if ending == out.suffix), None)
     if found is None:
         known = ", ".join(filter(None, ENDINGS.values()))
-        raise UsageError("--out", str(out), f"endings are {known}", "for a folder of this name: --format folder")
+        raise UsageError(
+            "--out", str(out), f"endings are {known}", "for a folder, use --format folder"
+        )
     return found
 
 
 def _check(
     format: str, out: Path, *, dtype: str | None, tolerance: float | None, data: str | Path | None, overwrite: bool
 ) -> None:
-    """Refuse options that do not go together, before anything is read."""
+    """Refuse options that cannot be combined, before anything is read."""
     if format not in ENDINGS:
         raise UsageError("--format", format, f"formats are {', '.join(ENDINGS)}")
     for option, value in (("--dtype", dtype), ("--tolerance", tolerance), ("--data", data)):
         if value is not None and format not in KINDS:
-            why = f"{format} holds unchanged weights, which are not compared"
-            raise UsageError(option, str(value), why, f"leave it out, or use --format {', '.join(KINDS)}")
+            why = f"{format} has unchanged weights, which are not compared"
+            raise UsageError(option, str(value), why, f"omit it, or use --format {', '.join(KINDS)}")
     if dtype is not None and dtype not in DTYPES:
         raise UsageError("--dtype", dtype, f"types are {', '.join(DTYPES)}")
     if format == "onnx":
@@ -229,7 +231,7 @@ def _check(
 
 
 def _with_rows(model: TrainedModel, parts: ModelParts, data: str | Path | None) -> tuple[TrainedModel, Columns]:
-    """The model with the known facts of its rows, and some rows."""
+    """The model with the known facts about its rows, and some rows."""
     wide = parts.config.precision.dtype == "fp64"
     shape, tuples = shape_of(parts.workload, wide=wide, fitted=parts.preprocessor)
     model = dataclasses.replace(model, gives_tuples=tuples)

@@ -16,18 +16,18 @@ from scaleray.models.registry import STATEMENT_TAG, ModelRegistry, ModelVersion,
 from scaleray.records.statement import STATEMENT, digests, file_digest, subjects
 
 NAMED_BY_MLFLOW = "registered_model_meta"
-"""File in which MLflow notes the name and number of a version that it has downloaded; in the version's own folder if
+"""File in which MLflow notes the name and number of a version that it has downloaded, in the version's own folder if
 that is local."""
 MODEL = Path("data/packed")
 """Folder of the packed model among the files of a version."""
 KEPT = 3
-"""Fetched versions that are kept, however old their last use."""
+"""Number of fetched versions that are retained, no matter when they were last used."""
 UNUSED_S = 86400.0
-"""Seconds since its last use after which another version may be removed; until then a process may read it."""
+"""Seconds after its last use before another version may be removed, as a process may still be reading it."""
 
 
 def fetch_model(name: str, *, uri: str | None = None) -> Path:
-    """The packed model named by `models:/NAME@ALIAS` or `models:/NAME/3`, in this user's cache folder.
+    """Fetch the packed model named by `models:/NAME@ALIAS` or `models:/NAME/3` to this user's cache folder.
 
     Every file is compared with the statement of its promotion. Raises TrackingError for a version that is missing, was
     not promoted by scaleray, or has changed since."""
@@ -35,8 +35,8 @@ def fetch_model(name: str, *, uri: str | None = None) -> Path:
     registry = ModelRegistry(uri)
     version = registry.find(named)
     if not version.tags.get(STATEMENT_TAG):
-        allowed = "it was not made by scaleray promote and does not state its source"
-        raise TrackingError("the model", str(named), allowed, "MLflow itself loads it: mlflow.pyfunc.load_model")
+        allowed = "it was not created by scaleray promote and does not state its source"
+        raise TrackingError("the model", str(named), allowed, "load it with MLflow itself: mlflow.pyfunc.load_model")
     models = cache_folder("models")
     if (copy := _whole(models, version)) is not None:
         return copy / MODEL
@@ -52,9 +52,9 @@ def fetch_model(name: str, *, uri: str | None = None) -> Path:
 
 
 def check_served(packed: Path, *, uri: str | None) -> None:
-    """Refuse a changed packed model in an MLflow folder before loading anything. Its files must be those of the
-    statement. If MLflow noted the version's name in the folder, as it does for `models:/NAME@ALIAS`, the statement must
-    be that of the version in the registry. uri: the registry's. Logs if the registry cannot be reached. Raises
+    """Refuse a changed packed model in an MLflow folder before loading anything. Its files must match the statement. If
+    MLflow noted the version's name in the folder, as it does for `models:/NAME@ALIAS`, the statement must match that of
+    the version in the registry. uri: address of the registry. Logs a message if the registry cannot be reached. Raises
     TrackingError."""
     folder, version = packed.parents[len(MODEL.parts) - 1], None
     try:
@@ -69,13 +69,13 @@ def check_served(packed: Path, *, uri: str | None) -> None:
 
 
 def _digest(version: ModelVersion) -> str:
-    """Hash of the statement in the version's tag; empty if the tag holds something else, such as a path."""
+    """Hash of the statement in the version's tag; empty if the tag has another value, such as a path."""
     tag = version.tags.get(STATEMENT_TAG, "")
     return tag[:32] if re.fullmatch("[0-9a-f]{64}", tag) else ""
 
 
 def _whole(models: Path, version: ModelVersion) -> Path | None:
-    """A complete folder of a version's files, marked as used now; None if there is none."""
+    """A complete folder with a version's files, now marked as used; None if there is none."""
     for copy in sorted(models.glob(f"{_digest(version)}-*")) if _digest(version) else ():
         if not changes(copy, version):
             os.utime(copy)
@@ -84,7 +84,7 @@ def _whole(models: Path, version: ModelVersion) -> Path | None:
 
 
 def _remove_unused(models: Path) -> None:
-    """Remove models and interrupted downloads that were not used for a day, except for the newest ones."""
+    """Remove models and interrupted downloads that were not used for a day, except the newest ones."""
     with contextlib.suppress(FileNotFoundError):  # another process removes them
         used = sorted((copy.stat().st_mtime, copy) for copy in models.iterdir())
         for at, copy in used[:-KEPT]:
@@ -93,12 +93,12 @@ def _remove_unused(models: Path) -> None:
 
 
 def changes(folder: Path, version: ModelVersion | None) -> list[str]:
-    """Differences from the statement, or of the statement from the version's tag, as text; empty if there are none.
-    version: None compares only with the statement."""
+    """Differences between files and statement, or statement and version tag, as text; empty if there are none. version:
+    None compares only with the statement."""
     if not (folder / STATEMENT).is_file():
         return [f"{STATEMENT} is missing"]
     if version is not None and file_digest(folder / STATEMENT) != version.tags.get(STATEMENT_TAG):
-        return [f"{STATEMENT} is not the one of the version"]
+        return [f"{STATEMENT} does not belong to the version"]
     expected, found = subjects(load_json((folder / STATEMENT).read_bytes())), digests(folder)
     found.pop(NAMED_BY_MLFLOW, None)
     wrong = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]

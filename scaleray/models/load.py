@@ -1,4 +1,4 @@
-"""`load`: the model of a run with its weights, ready for use, and the parts for building one on another machine."""
+"""`load`: the model of a run with its weights, ready for use, and the parts for building it on another machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from scaleray.training.step.micro_batches import user_batch
 from scaleray.workload import built_model, call_user_code
 
 PREDICT = "predict"
-"""Split passed to a transform for rows that are not part of a split."""
+"""Split name passed to a transform for rows that are not part of a split."""
 
 
 @dataclass(frozen=True)
@@ -42,34 +42,34 @@ class TrainedModel:
     """The model of a run, in evaluation mode, with the requested weights."""
 
     module: nn.Module
-    """Result of the workload's `build_model`, with the weights in it."""
+    """Result of the workload's `build_model`, with the weights loaded."""
     workload: Any
     config: RunConfig
     """Config of the run."""
     step: int | None
     """Optimizer steps of the weights; None if unknown."""
     words: str
-    """Description of these weights and their run, for people."""
+    """Description of these weights and their run, for readers."""
     device: torch.device
     precision: precision.Precision
     preprocessor: Any = None
     """The run's fitted preprocessor, or None."""
     gives_tuples: bool = False
-    """Whether the workload's rows are tuples rather than columns with names."""
+    """Whether the workload's rows are tuples instead of named columns."""
 
     def predict(self, rows: Mapping[str, Any]) -> dict[str, Any]:
-        """Predictions of the model for some rows: arrays by name with an element for each row.
+        """Predict some rows; returns arrays by name, with one element per row.
 
-        rows: arrays by column, as the workload's `datasets()` has them; labels are not needed. It is the result of the
-        workload's `predict(model, batch)`, or without one the model's output in the loss. Raises WorkloadError."""
+        rows: arrays by column, as in the workload's `datasets()`; labels are not needed. Predictions come from the
+        workload's `predict(model, batch)`, or else from the model's output in the loss. Raises WorkloadError."""
         columns = {
             name: as_column(name, values, allows_text=reads_text(self.workload)) for name, values in rows.items()
         }
         return self.answers()(self.changed(columns))
 
     def changed(self, rows: Columns) -> Columns:
-        """Rows as from `datasets()`, after the preprocessor and the workload's `transform` for a split called
-        `predict`."""
+        """Apply the preprocessor, and the workload's `transform` for a split named `predict`, to rows as from
+        `datasets()`."""
         transform = Transform.of(self.workload, PREDICT)
         steps: list[Any] = [] if transform is None else [transform]
         if self.preprocessor is not None:
@@ -90,7 +90,7 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class ModelParts:
-    """Parts from which a process builds the model of a run: they can be sent to processes without access to the run's
+    """Parts from which a process builds the model of a run. They can be sent to processes without access to the run's
     files."""
 
     name: str
@@ -100,8 +100,7 @@ class ModelParts:
     preprocessor: Any = None
 
     def build(self, device: torch.device | str = "cpu") -> TrainedModel:
-        """Build the model, put the weights into it, and set it to evaluation. Raises CheckpointError or
-        WorkloadError."""
+        """Build the model, load the weights, and set evaluation mode. Raises CheckpointError or WorkloadError."""
         device = torch.device(device)
         with same_random_numbers(device):  # what a model draws is replaced by the weights
             module = built_model(self.workload, doing="building the model")
@@ -126,7 +125,7 @@ class ModelParts:
 
     @property
     def keeps_adapters(self) -> bool:
-        """Whether the weights have adapters next to their layers."""
+        """Whether the weights have adapters that are separate from their layers."""
         return bool(self.config.fine_tuning.lora_rank) and fine_tuning.has_adapters(self.weights.tensors)
 
 
@@ -135,23 +134,23 @@ def load(run: str | Path, *, options: ModelChoice, device: torch.device | str = 
     """Load the model of a run with its final weights, in evaluation mode: `load(run).module`.
 
     run: its folder or s3:// URI, its name in the storage path, or its id or name in MLflow. device: the model's device.
-    `workload` may be a class or object as well. Without final weights, those of the run's newest checkpoint are used.
-    The state of a workload with a `state_dict` is restored from the checkpoint, or, for final weights, from that of the
-    last step. Nothing is unpickled.
+    `workload` may also be a class or object. Without final weights, those of the run's newest checkpoint are used. The
+    state of a workload with a `state_dict` is restored from the checkpoint or, for final weights, from the last step's
+    checkpoint. Nothing is unpickled.
 
-    Raises TrackingError for a run that does not exist, CheckpointError for weights that are missing or do not fit, and
-    WorkloadError for a workload that is not found."""
+    Raises TrackingError if the run does not exist, CheckpointError if weights are missing or do not fit, and
+    WorkloadError if the workload is not found."""
     return find_parts(run, options=options).build(device)
 
 
 def _writable(column: Any) -> Any:
-    """A column in memory that torch may share: Arrow's memory must not be written."""
+    """A column in memory that torch may share, as Arrow's memory is read-only."""
     return column.copy() if isinstance(column, Ragged) else np.require(column, requirements=["C", "W"])
 
 
 @takes(ModelChoice)
 def find_parts(run: str | Path | TrainedRun, *, options: ModelChoice) -> ModelParts:
-    """Workload, config and weights of a run, as used by `load`."""
+    """Find the workload, config and weights of a run, as used by `load`."""
     found = run if isinstance(run, TrainedRun) else find_trained(run, uri=options.uri)
     made = workload_of(found, options.workload)
     weights = read_run_weights(found, options.which_step, options.weights).merged(found.config.fine_tuning)
@@ -162,7 +161,8 @@ def find_parts(run: str | Path | TrainedRun, *, options: ModelChoice) -> ModelPa
 
 
 def preprocessor_of_run(run: TrainedRun, workload: Any) -> Any:
-    """The fitted preprocessor in a run's folder, whose class the workload's file may define; None without one."""
+    """The fitted preprocessor in a run folder, whose class may be defined in the workload's file; None if there is
+    none."""
     try:
         return preprocessing.load(run.folder.root, partial(own_name, workload=workload))
     except OSError:

@@ -1,4 +1,4 @@
-"""A workload's call of its model: the input tensors, which an exported program receives, and the outputs."""
+"""A workload's call of its model: the input tensors, which an exported program also receives, and the outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scaleray.models.load import TrainedModel
 
 @dataclasses.dataclass(frozen=True)
 class ModelCall:
-    """The arguments of one call of a model. num_rows: number of rows from which they were made."""
+    """Arguments of one call of a model. num_rows: number of rows from which they were made."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -26,8 +26,8 @@ class ModelCall:
 
     @classmethod
     def of(cls, model: TrainedModel, rows: Columns) -> ModelCall:
-        """The first call that the workload makes for these rows. Raises WorkloadError if the workload calls parts of
-        the model."""
+        """The workload's first call of its model for these rows. Raises WorkloadError if it calls only parts of the
+        model."""
         seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
         def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -44,7 +44,7 @@ class ModelCall:
         return cls(*seen[0], rows_in(rows))
 
     def of_dtype(self, dtype: torch.dtype) -> ModelCall:
-        """The same call with floating-point tensors of another type."""
+        """The same call with floating-point tensors of another dtype."""
         to: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: (
             tensor.to(dtype) if tensor.is_floating_point() else tensor
         )
@@ -52,7 +52,7 @@ class ModelCall:
         return ModelCall(args, kwargs, self.num_rows)
 
     def __call__(self, module: Callable[..., Any]) -> list[torch.Tensor]:
-        """Outputs of a module for this call: its tensors, in order."""
+        """Call a module, and return its output tensors in order."""
         with torch.no_grad():
             return list(tensors_in(module(*self.args, **self.kwargs)))
 
@@ -77,7 +77,7 @@ KEEP = object()
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], Any], *, other: Any = KEEP) -> Any:
-    """A structure of lists, tuples and mappings with its tensors changed. other: replacement of everything else."""
+    """Copy of nested lists, tuples and mappings with changed tensors. other: replacement for everything else."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):
@@ -88,7 +88,7 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any], *, other: Any = KE
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in lists, tuples, mappings and the outputs of models of transformers, which are mappings."""
+    """Tensors in nested lists, tuples and mappings, which include the outputs of transformers' models."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -100,7 +100,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def distance(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    """Largest difference of two calls' tensors over the largest value of each; infinite if their structures differ."""
+    """Largest difference between two calls' tensors, relative to the largest value of each; infinite if their
+    structures differ."""
     if len(mine) != len(theirs) or not mine:
         return math.inf
     worst = 0.0

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     WorkloadLike = Any
     """A workload: a class, an object or a name."""
     StepName = int | str
-    """Number of a step, or a text that names one."""
+    """Number of a step, or text that names a step."""
 else:  # a command line has texts alone
     WorkloadLike = StepName = str
 
@@ -27,8 +27,8 @@ class ModelChoice:
     """The checkpoint: its number, best (by checkpoint.best), or a metric and its direction, such as "val/loss min". The
     final weights by default."""
     weights: str | None = None
-    """averaged or trained, if the run keeps an average of its weights (averaging.decay). The average by default. With
-    `predict -c FILE` it names the run."""
+    """averaged or trained, if the run has an average of its weights (averaging.decay). The average by default. With
+    `predict -c FILE`, it names the run."""
     workload: WorkloadLike | None = None
     """path/to/file.py:Name or package.module:Name of the workload, if the run's own cannot be found."""
     uri: str | None = None
@@ -36,13 +36,13 @@ class ModelChoice:
 
     @property
     def which_step(self) -> int | str | None:
-        """The step as a number, if it is one."""
+        """The step as an integer if it is a number."""
         return int(self.step) if isinstance(self.step, str) and self.step.isdecimal() else self.step
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(ModelChoice):
-    """The data to evaluate, and the processes that do so."""
+    """Data to evaluate, and the processes that evaluate it."""
 
     split: str | None = None
     """One of the run's own splits, including train."""
@@ -54,7 +54,7 @@ class EvaluateOptions(ModelChoice):
 
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions(ModelChoice):
-    """The rows to predict, and the processes that do so."""
+    """Rows to predict, and the processes that predict them."""
 
     split: str | None = None
     """One of the run's own splits, instead of --data."""
@@ -67,7 +67,7 @@ class PredictOptions(ModelChoice):
     local: bool = False
     """Run in this process, without Ray."""
     skip_failed: bool = False
-    """Leave out rows that fail, and report them; by default the first ones end the command."""
+    """Omit rows that fail, and report them. By default, the first failure ends the command."""
     overwrite: bool = False
     """Replace an existing file."""
 

@@ -1,7 +1,7 @@
-"""A trained model packed into one folder, which `load` opens without the rest of its run.
+"""A trained model packed into a folder, which `load` opens without the rest of its run.
 
-It holds the weights, the config, the code of the workload and neighbouring modules, the fitted preprocessor, the
-workload's state and the columns. Nothing in it is a pickle. Loading it runs the code in it."""
+It contains the weights, the config, the code of the workload and neighbouring modules, the fitted preprocessor, the
+workload's state and the columns. Nothing in it is a pickle. Loading it runs its code."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 COLUMNS = "columns.json"
 EXAMPLE_ROWS = 4
-"""Rows of the training data on which a packed model is tested."""
+"""Number of rows of the training data on which a packed model is tested."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the rows. shape: of a row; None if rows have unequal lengths. dtype: numpy's name. needed: whether
-    predictions need it."""
+    """A column of the rows. shape: shape of one row; None if rows have unequal lengths. dtype: numpy's name. needed:
+    whether predictions need it."""
 
     name: str
     shape: tuple[int, ...] | None
@@ -85,7 +85,7 @@ def pack(run: TrainedRun, parts: ModelParts, folder: Path, *, workload: Any = No
 
 
 def _config(parts: ModelParts, name: str) -> dict[str, Any]:
-    """The run's config for these weights: with the packed workload, and without averaging."""
+    """The run's config for these weights, with the packed workload and without averaging."""
     values: dict[str, Any] = parts.config.model_dump(mode="json")
     values["workload"]["name"] = name
     values["averaging"]["decay"] = None
@@ -110,9 +110,9 @@ def _copy_code(file: Path | None, name: str, folder: Path) -> str:
 
 
 def _home(run: TrainedRun, given: Any) -> tuple[Path | None, str]:
-    """The user's file that defines the workload, or None for an installed package's, and the workload's name.
+    """The user's file that defines the workload, None if an installed package does, and the workload's name.
 
-    given: as for `load`. Raises WorkloadError for an object whose class is in no file."""
+    given: as for `load`. Raises WorkloadError for an object whose class is not in a file."""
     name = run.config.workload.name if given is None else given if isinstance(given, str) else name_of(given)
     target, _, attribute = name.partition(":")
     if target.endswith(".py"):
@@ -132,7 +132,7 @@ def _home(run: TrainedRun, given: Any) -> tuple[Path | None, str]:
 
 
 def _tried(parts: ModelParts, folder: Path) -> ModelSignature:
-    """Write the columns, marking those that the model needs, found by leaving each out."""
+    """Write the columns, marking those that the model needs, which are found by omitting each one."""
     shape, tuples = shape_of(parts.workload, wide=parts.config.precision.dtype == "fp64", fitted=parts.preprocessor)
     if not shape.columns:
         raise DataError(
@@ -202,14 +202,14 @@ def _answers_without(answer: RowAnswers, rows: Columns, name: str, every: Mappin
 
 
 def _two_of(values: Any) -> list[Any]:
-    """The first example of a column, and one that differs from it if there is one: as values for a label."""
+    """The first example of a column, and a different one if there is any, to serve as labels."""
     first = values[0]
     other = next((values[at] for at in range(len(values)) if not np.array_equal(values[at], first)), first)
     return [np.asarray(one).tolist() for one in (first, other)]
 
 
 def read_shape(folder: Path, workload: Any) -> tuple[Shape, bool]:
-    """Columns that `pack` wrote: their shapes, and whether the workload's rows are tuples."""
+    """Read the columns written by `pack`: their shapes, and whether the workload's rows are tuples."""
     about = load_json((folder / COLUMNS).read_bytes())
     columns: dict[str, tuple[tuple[int, ...] | None, np.dtype]] = {}
     examples: Columns = {}
@@ -225,8 +225,8 @@ def read_shape(folder: Path, workload: Any) -> tuple[Shape, bool]:
 
 
 class RowAnswers:
-    """Function from rows, values by column, to predictions by name: arrays, or lists of texts, with an element for each
-    row."""
+    """Function from rows, given as values by column, to predictions by name: arrays or lists of texts with one element
+    per row."""
 
     def __init__(self, parts: ModelParts, shape: Shape, gives_tuples: bool) -> None:
         self.name = parts.name

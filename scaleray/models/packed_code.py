@@ -1,9 +1,9 @@
-"""The code of a packed model as a separate Python package, so that no module of the same name shadows it.
+"""Code of a packed model as a separate Python package, which no module of the same name can shadow.
 
-A packed model's `code/` is imported as `scaleray_packed_<hash of its place and content>`. Absolute imports of its own
-modules are rewritten to that package when a file is compiled, so they never use sys.path, and two models in one process
-have separate modules; `importlib` and `__import__` are replaced by `Imports`. Other imports must be of installed
-packages."""
+A packed model's `code/` is imported as `scaleray_packed_<hash of its path and content>`. Absolute imports of its own
+modules are rewritten to that package when a file is compiled, so that they never use sys.path, and two models in one
+process have separate modules. `importlib` and `__import__` are replaced by `Imports`. All other imports must be of
+installed packages."""
 
 import ast
 import builtins
@@ -24,15 +24,15 @@ from scaleray.records.statement import digests
 
 PREFIX = "scaleray_packed_"
 IMPORTS = "__scaleray_imports__"
-"""Name of a module's `Imports` among its globals, with which functions carry it to other processes."""
+"""Name of a module's `Imports` among its globals, so that pickled functions take it to other processes."""
 IN_A_SECOND_TRY = "scaleray_workload_"
-"""Prefix for the module of a workload's file whose own name was taken, see `workload.py`."""
+"""Prefix for the module of a workload's file if the file's own name was taken, see `workload.py`."""
 
 
 def packed_module(folder: Path, target: str) -> ModuleType:
     """Import one module of a packed model's code. target: `file.py` or `package.module`, relative to `folder`.
 
-    Raises ImportError for a module that is not in the folder, or whose imports are neither in it nor installed."""
+    Raises ImportError for a module that is not in the folder, or that imports modules neither in it nor installed."""
     content = hashlib.sha256(f"{folder} {sorted(digests(folder).items())}".encode()).hexdigest()
     name = PREFIX + content[:16]
     if name not in sys.modules:
@@ -46,14 +46,14 @@ def packed_module(folder: Path, target: str) -> ModuleType:
 
 
 def installed_module(target: str) -> ModuleType:
-    """Import a module of an installed package. Raises ImportError for one that is somewhere else."""
+    """Import a module of an installed package. Raises ImportError if it is somewhere else."""
     if (location := _outside(target.partition(".")[0])) is not None:
         raise ImportError(f"{target} is in {location}, but was in an installed package when the model was promoted")
     return importlib.import_module(target)
 
 
 def own_name(module: str, workload: Any) -> str:
-    """Name in this process of a module of the workload's code, from its name when the model was packed."""
+    """Name in this process of a module of the workload's code, given its name when the model was packed."""
     package, name = type(workload).__module__.partition(".")[0], module.removeprefix(IN_A_SECOND_TRY)
     is_own = package.startswith(PREFIX) and name.partition(".")[0] in _own(Path(sys.modules[package].__path__[0]))
     return f"{package}.{name}" if is_own else module
@@ -77,7 +77,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class Imports:
-    """`importlib` for a packed model's code: it imports the model's own modules, and those of installed packages."""
+    """`importlib` for a packed model's code: imports the model's own modules and those of installed packages."""
 
     def __init__(self, package: str, own: set[str]) -> None:
         self.package, self.own = package, own
@@ -89,7 +89,7 @@ class Imports:
         return Imports, (self.package, self.own)
 
     def import_module(self, name: str, package: str | None = None) -> ModuleType:
-        """Import a module as `importlib.import_module` does. Raises ImportError for one from elsewhere."""
+        """Import a module like `importlib.import_module`. Raises ImportError for a module from elsewhere."""
         name = importlib.util.resolve_name(name, package)
         return importlib.import_module(self._resolved(name))
 
@@ -136,7 +136,7 @@ class _Loader(SourceFileLoader):
 
 
 class _Renamed(ast.NodeTransformer):
-    """Imports of a packed model's modules, under its package's name, and its `Imports` in place of importlib."""
+    """Rewrites imports of a packed model's modules to its package's name, and importlib to its `Imports`."""
 
     def __init__(self, imports: Imports) -> None:
         self.package, self.own = imports.package, imports.own
@@ -169,12 +169,12 @@ class _Renamed(ast.NodeTransformer):
 
 
 def _assigned(name: str, attribute: str | None = None) -> ast.stmt:
-    """The statement that gives a name the module's `Imports`, or its attribute."""
+    """Statement that assigns the module's `Imports`, or an attribute of it, to a name."""
     return ast.parse(f"{name} = {IMPORTS}{f'.{attribute}' if attribute else ''}").body[0]
 
 
 def _own(folder: Path) -> set[str]:
-    """Top-level names of the modules in a folder, without files named like modules of Python."""
+    """Top-level names of the modules in a folder, except files named like Python's own modules."""
     names = {path.stem for path in folder.iterdir() if path.is_dir() or path.suffix == ".py"}
     return names - set(sys.stdlib_module_names)
 

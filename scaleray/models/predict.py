@@ -1,7 +1,7 @@
 """`predict`: predictions of a run's model for other rows, with Ray Data or in this process.
 
-Each actor builds the model once. Predictions return in the order of the rows, and only this process writes them, so the
-file has that order, and failed rows are named by their number."""
+Each actor builds the model once. Predictions return in the order of the rows, and only this process writes them. The
+file therefore has this order, and failed rows are identified by number."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ENDINGS = (".parquet", ".jsonl")
 
 
 class AnswersFile:
-    """Writes Arrow tables of one schema, with rows in the given order."""
+    """Writes Arrow tables of one schema to a file, in the given order."""
 
     def __init__(self, stream: Any, ending: str) -> None:
         self._stream, self._ending = stream, ending
@@ -68,7 +68,7 @@ class AnswersFile:
 
 
 def check_out(out: str | Path, *, overwrite: bool) -> str:
-    """The absolute path or URI of the file to write. Raises UsageError for an unknown ending, or an existing file."""
+    """Absolute path or URI of the file to write. Raises UsageError for an unknown extension or an existing file."""
     path = absolute_path(str(out))
     if _ending(path) not in ENDINGS:
         raise UsageError("--out", without_password(path), f"its name must end in {' or '.join(ENDINGS)}")
@@ -105,13 +105,13 @@ def _ending(path: str) -> str:
 BATCH_ROWS = 256
 MOST_NAMED = 5
 READER_CPUS = 0.25
-"""Ray CPUs of a task that reads rows: they must fit next to actors that have all cores."""
+"""Ray CPUs of a task that reads rows, small enough to fit next to actors that have all cores."""
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """Result of `predict`. columns: predictions by name, arrays or lists, if not written to a file; without failed
-    rows. failed: reasons by row number, from 0."""
+    """Result of `predict`. columns: predictions by name, as arrays or lists without failed rows, if not written to a
+    file. failed: reasons by row number, from 0."""
 
     model: str
     num_rows: int
@@ -137,13 +137,13 @@ def predict(
 ) -> Predictions:
     """Predict rows with a run's model, and return the predictions in the order of the rows.
 
-    run: as for `load`. data: a Parquet, CSV or JSON-lines file, a folder or s3:// URI of
-    such files, a path that the workload reads itself (`read_data`: folders of images, records with a text), a mapping
-    of arrays by column, or a pandas or Arrow table; or None with `split`, which names one of the run's own. out: a
-    .parquet or .jsonl file; None returns the answers. Data in memory is predicted in this process.
+    run: as for `load`. data: a Parquet, CSV or JSON-lines file, a folder or s3:// URI of such files, a path that the
+    workload reads itself (`read_data`: folders of images, records with a text), a mapping of arrays by column, or a
+    pandas or Arrow table; or None with `split`, the name of one of the run's own splits. out: a .parquet or .jsonl
+    file; None returns the predictions. Data in memory is predicted in this process.
 
-    The predictions are the result of the workload's `predict(model, batch)`, or without one the model's output in the
-    loss. Raises UsageError for errors of use."""
+    Predictions come from the workload's `predict(model, batch)`, or else from the model's output in the loss. Raises
+    UsageError for errors of use."""
     split, batch_size, workers, keep = options.split, options.batch_size, options.workers, words_of(options.keep)
     if (data is None) == (split is None):
         raise UsageError("--data", data, "use either --data or --split", "--split test is one of the run's splits")
@@ -302,7 +302,7 @@ def _quiet_data() -> Iterator[Any]:
 
 
 def _first_of_ours(exc: BaseException) -> ScaleRayError | None:
-    """The scaleray error inside an error of Ray."""
+    """The scaleray error inside a Ray error."""
     seen: BaseException | None = exc
     while seen is not None:
         if isinstance(seen, ScaleRayError):
@@ -313,8 +313,8 @@ def _first_of_ours(exc: BaseException) -> ScaleRayError | None:
 
 
 def collected(tables: Iterator[Any], path: str | None, model: str, *, skip_failed: bool) -> Predictions:
-    """Write or collect the predictions as they arrive. path: of the file; None returns them. Raises DataError for
-    failed rows unless they are left out."""
+    """Write or collect the predictions as they arrive. path: file to write; None returns the predictions. Raises
+    DataError for failed rows unless they are skipped."""
     import pyarrow as pa
 
     num_rows, failed, kept = 0, dict[int, str](), []
@@ -347,7 +347,7 @@ def _failed_rows(failed: Mapping[int, str]) -> DataError:
     return DataError.problem(
         f"rows {', '.join(str(row) for row, _ in first)}{more}",
         f"have no prediction: row {first[0][0]}: {first[0][1]}",
-        "row numbers begin at 0; correct the rows, or add --skip-failed to leave them out",
+        "row numbers begin at 0; correct the rows, or add --skip-failed to omit them",
     )
 
 

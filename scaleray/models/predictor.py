@@ -1,4 +1,4 @@
-"""Predictions for tables of rows: the model's predictions next to retained columns, and failed rows by number."""
+"""Predictions for tables of rows, with retained columns and the reasons for failed rows."""
 
 import dataclasses
 import os
@@ -25,15 +25,15 @@ Change = Callable[[Columns], Columns]
 
 
 class Unlabelled:
-    """Transforms rows as in training, although columns may be missing. examples: some untransformed training rows;
-    empty if unknown."""
+    """Transforms rows as in training, even if columns are missing. examples: some untransformed training rows; empty if
+    unknown."""
 
     def __init__(self, change: Change, examples: Columns, where: str) -> None:
         self.change, self.examples, self.where = change, examples, where
         self._made_of: dict[tuple[str, ...], set[str]] = {}  # columns that are left out, by those that are missing
 
     def __call__(self, rows: Columns) -> Columns:
-        """The transformed rows, without columns that depend on missing ones."""
+        """Transform rows, omitting columns that depend on missing ones."""
         missing = tuple(name for name in self.examples if name not in rows)
         try:
             # a preprocessor may change what it is given
@@ -67,7 +67,7 @@ class Unlabelled:
 
 
 def _repeated(examples: Any, num_rows: int, *, other: bool) -> Any:
-    """The first example, or a different one, in every row."""
+    """Column with the first example, or a different one, in every row."""
     index = 0
     if other:
         first = examples[0]
@@ -85,15 +85,15 @@ def _values(column: Any) -> np.ndarray:
 
 
 FAILED = "scaleray.failed"
-"""Column of a prediction table with the reason for a missing prediction; null for others."""
+"""Column of a prediction table with the reason for a missing prediction; null in other rows."""
 INDEX = "id"
-"""Column of row numbers, if the rows themselves are read from a source: its name in `ray.data.range`."""
+"""Column of row numbers, as named by `ray.data.range`, if the rows themselves are read from a source."""
 
 
 @dataclass(frozen=True)
 class PredictorParts:
     """Parts from which a process predicts. keep: columns of the rows to write next to the predictions. where: name of
-    the data in messages. threads: torch's; None: unchanged."""
+    the data in messages. threads: number for torch; None: unchanged."""
 
     model: ModelParts
     shape: Shape
@@ -105,7 +105,7 @@ class PredictorParts:
 
 
 class Predictor:
-    """Holds the model; called with Arrow tables of rows, or of the numbers of rows of `source`."""
+    """Has the model, and is called with Arrow tables of rows or of row numbers of `source`."""
 
     def __init__(self, parts: PredictorParts, source: Source | None = None) -> None:
         import torch
@@ -121,9 +121,9 @@ class Predictor:
         self._types: dict[str, Any] = {}  # of the answers, by column, once there were some
 
     def __call__(self, table: Any) -> Any:
-        """A table of predictions with a row for each row of `table`, in the same order.
+        """Return a table of predictions, with a row for each row of `table` in the same order.
 
-        Raises WorkloadError or DataError if every row has failed so far, since the rows are then not the cause."""
+        Raises WorkloadError or DataError if every row has failed so far, as rows are then not the cause."""
         import pyarrow as pa
 
         kept = self._kept(table)
@@ -140,7 +140,7 @@ class Predictor:
         return as_table(columns, [failed.get(row) for row in range(table.num_rows)], kept)
 
     def _answered(self, table: Any) -> tuple[list[dict[str, Any]], dict[int, Exception], Exception | None]:
-        """Predictions in pieces, in order, for the rows that do not fail; the errors of the others; and the error of
+        """Predictions in pieces, in order, for the rows that do not fail; errors of the other rows; and the error of
         all rows together."""
         answers: list[dict[str, Any]] = []
         failed: dict[int, Exception] = {}
@@ -192,7 +192,7 @@ class Predictor:
 
 
 def beside_of(source: Source) -> Mapping[str, Sequence[Any]]:
-    """Columns that identify rows of a source but are not in batches, such as file names."""
+    """Columns that identify rows of a source and are not in batches, such as file names."""
     found: Mapping[str, Sequence[Any]] = getattr(under_transforms(source), "beside", {})
     return found
 
@@ -208,7 +208,8 @@ class RayPredictor(Predictor):
 
 
 def as_table(answers: Mapping[str, Any], failed: Sequence[Exception | None], kept: Mapping[str, Any]) -> Any:
-    """One Arrow table. answers: Arrow arrays of the rows that have not failed; the others get nulls and the reason."""
+    """Arrow table of all rows. answers: Arrow arrays of the rows that have not failed; failed rows get nulls and the
+    reason."""
     import pyarrow as pa
 
     good = np.cumsum([error is None for error in failed]) - 1
@@ -221,7 +222,7 @@ def as_table(answers: Mapping[str, Any], failed: Sequence[Exception | None], kep
 
 
 def _reason(error: Exception) -> str:
-    """Reason why a row failed, in one line: the user's own error, if any."""
+    """Reason why a row failed, on one line: the user's own error, if any."""
     cause = error.__cause__ if isinstance(error, WorkloadError) else None
     return f"{type(cause).__name__}: {first_line(cause)}" if cause is not None else first_line(error)
 

@@ -1,7 +1,7 @@
 """Versions of a model in MLflow's registry, and its aliases.
 
-MLflow lets every user with access move an alias. So scaleray tags each version with the time when it gave it an alias,
-and the alias should name the version with the newest tag."""
+In MLflow, every user with access can move an alias. When scaleray gives a version an alias, it therefore tags the
+version with the time; the alias should name the version with the newest tag."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from scaleray.recording.store import check_reachable, open_client, resolve_uri, 
 
 PROMOTION_TAG, STATEMENT_TAG = "scaleray.promotion", "scaleray.statement_sha256"
 GIVEN = "scaleray.given."
-"""Prefix of a version's tag for an alias: nanoseconds since 1970 and the user that gave it."""
+"""Prefix of a version's tag for an alias. Value: nanoseconds since 1970, and the user who gave it."""
 WITHDRAWN = "scaleray.withdrawn."
-"""Prefix of a version's tag for a withdrawn alias: nanoseconds since 1970 and the user."""
+"""Prefix of a version's tag for a withdrawn alias. Value: nanoseconds since 1970, and the user."""
 MODEL_URI = "models:/"
 ATTEMPTS = 4
 PAGE = 1000
-"""Number of an experiment's runs in one request to MLflow."""
+"""Number of runs requested from MLflow at a time."""
 
 
 @dataclass(frozen=True)
 class ModelVersion:
-    """A version of a registered model. aliases: those that currently name it."""
+    """A version of a registered model. aliases: aliases that currently name it."""
 
     model: str
     number: int
@@ -43,15 +43,15 @@ class ModelVersion:
 
     @property
     def promotion(self) -> str | None:
-        """Id of the promotion that made it; None if it was made otherwise."""
+        """Id of the promotion that created it; None if it was created in another way."""
         return self.tags.get(PROMOTION_TAG)
 
     def given_at(self, alias: str) -> int | None:
-        """Nanoseconds since 1970 when scaleray last gave it the alias, or None."""
+        """Time at which scaleray last gave it the alias, in nanoseconds since 1970, or None."""
         return self._at(f"{GIVEN}{alias}")
 
     def is_withdrawn(self, alias: str) -> bool:
-        """Whether the alias was withdrawn from it and not given again."""
+        """Whether the alias was withdrawn from it and has not been given again."""
         return (self._at(f"{WITHDRAWN}{alias}") or 0) > (self.given_at(alias) or 0)
 
     def _at(self, tag: str) -> int | None:
@@ -61,7 +61,7 @@ class ModelVersion:
 
 @dataclass(frozen=True)
 class Named:
-    """Version that `models:/NAME@ALIAS`, `models:/NAME/3`, or the same without `models:/`, names."""
+    """Name of a version: `models:/NAME@ALIAS` or `models:/NAME/3`, or the same without `models:/`."""
 
     model: str
     alias: str | None = None
@@ -69,7 +69,7 @@ class Named:
 
     @classmethod
     def parse(cls, text: str) -> Named:
-        """Raises UsageError for a text of another form."""
+        """Parse a name. Raises UsageError for text of another form."""
         inside = text.removeprefix(MODEL_URI)
         model, at, alias = inside.rpartition("@")
         if at and model and alias:
@@ -86,7 +86,7 @@ class Named:
 
 
 def check_alias(alias: str) -> str:
-    """Return the alias. Raises UsageError for one that MLflow refuses."""
+    """Return the alias. Raises UsageError if MLflow would refuse it."""
     if (
         not re.fullmatch(r"[A-Za-z0-9_\-]{1,255}", alias)
         or alias.lower() == "latest"
@@ -98,7 +98,7 @@ def check_alias(alias: str) -> str:
 
 
 def last_given(versions: Iterable[ModelVersion], alias: str) -> ModelVersion | None:
-    """The version to which scaleray gave the alias last; None if it gave it to none of these."""
+    """The version to which scaleray gave the alias last; None if it gave it to none of them."""
     given = [(at, one.number, one) for one in versions if (at := one.given_at(alias)) is not None]
     return max(given, key=lambda found: found[:2])[2] if given else None
 
@@ -115,7 +115,7 @@ class ModelRegistry:
         self.client = open_client(self.uri)
 
     def versions(self, model: str) -> list[ModelVersion]:
-        """All versions of a model, the newest first; empty if there is no such model."""
+        """All versions of a model, newest first; empty if there is no such model."""
         with self._asking(f"the versions of {model}"):
             if "'" in model:
                 return []
@@ -161,7 +161,7 @@ class ModelRegistry:
         return chosen
 
     def withdraw(self, version: ModelVersion, alias: str, *, by: str) -> None:
-        """Record that the alias was withdrawn from a version, so no rollback chooses it by default."""
+        """Record that the alias was withdrawn from a version, so that no rollback chooses it by default."""
         with self._asking(f"the alias {alias} of {version.model}"):
             tag = f"{WITHDRAWN}{alias}"
             self.client.set_model_version_tag(version.model, str(version.number), tag, f"{time.time_ns()} {by}")
@@ -171,7 +171,7 @@ class ModelRegistry:
         return last_given(self.versions(model), alias)
 
     def download(self, version: ModelVersion, folder: Path) -> Path:
-        """The files of a version, copied below `folder`."""
+        """Copy the files of a version to a folder below `folder`."""
         import mlflow.artifacts
 
         with self._asking(f"the files of {version.model}/{version.number}"):
@@ -182,7 +182,7 @@ class ModelRegistry:
             )
 
     def run(self, run_id: str) -> Any:
-        """A run of MLflow, deleted or not, or None."""
+        """A run in MLflow, including a deleted one, or None."""
         from mlflow.exceptions import MlflowException
 
         with self._asking(f"the run {run_id}"):
@@ -194,7 +194,7 @@ class ModelRegistry:
                 raise
 
     def runs_beside(self, run_id: str, *, since_ms: float) -> dict[str, str]:
-        """Ids and statuses of the runs in a run's experiment that began since then and have finished or failed, newest
+        """Ids and statuses of runs in a run's experiment that began since a time and have finished or failed, newest
         first, without points of studies and trials of sweeps."""
         with self._asking(f"the runs next to {run_id}"):
             experiment = self.client.get_run(run_id).info.experiment_id
@@ -207,7 +207,7 @@ class ModelRegistry:
             return {info.run_id: info.status for info in ended if info.status in ("FINISHED", "FAILED")}
 
     def upload(self, run: Any, folder: Path, place: str) -> str:
-        """Copy a folder to the artifacts of a run of MLflow, and return its URI for a version."""
+        """Copy a folder to the artifacts of an MLflow run, and return its URI for a version."""
         with self._asking(f"the artifacts of {run.info.run_id}"):
             self.client.log_artifacts(run.info.run_id, str(folder), place)
             return f"{run.info.artifact_uri.rstrip('/')}/{place}"
@@ -234,7 +234,7 @@ class ModelRegistry:
             raise TrackingError.problem(
                 f"MLflow at {without_password(self.uri)}",
                 f": {what} cannot be read or written: {first_line(exc)}",
-                "repeat the command once MLflow is back: it continues where it stopped",
+                "repeat the command once MLflow is available again: it continues where it stopped",
             ) from exc
 
 

@@ -20,9 +20,9 @@ from scaleray.errors import DataError, ScaleRayError, first_line
 from scaleray.workload import call_user_code, own_method
 
 FORMATS = {".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".jsonl": "json", ".ndjson": "json", ".json": "json"}
-"""Format of a file by its ending."""
+"""Format of a file, by extension."""
 EXAMPLES = 256
-"""Number of the training's rows that are read as examples."""
+"""Number of training rows that are read as examples."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Files:
 
     @classmethod
     def at(cls, data: str | Path) -> Files:
-        """The files at a path or s3:// URI: one file, or those of a folder. Raises DataError."""
+        """Find the files at a path or s3:// URI, which may be a file or a folder. Raises DataError."""
         import pyarrow.fs
 
         uri = absolute_path(str(data))
@@ -61,7 +61,7 @@ class Files:
         return cls(uri, kind, tuple(sorted(paths)), "://" not in uri)
 
     def tables(self, batch_size: int) -> Iterator[Any]:
-        """Arrow tables of at most so many rows, in order. Raises DataError."""
+        """Yield Arrow tables of at most this many rows, in order. Raises DataError."""
         import pyarrow as pa
         import pyarrow.dataset
 
@@ -76,8 +76,8 @@ class Files:
 
 
 def own_rows(data: Any, workload: Any) -> Source | None:
-    """The untransformed rows that the workload's `read_data` reads from a path; None without that method. Raises
-    WorkloadError for its errors."""
+    """Untransformed rows that the workload's `read_data` reads from a path; None without this method. Raises
+    WorkloadError if it fails."""
     method = own_method(workload, "read_data")
     if method is None or not isinstance(data, (str, Path)) or "://" in str(data):
         return None
@@ -90,10 +90,9 @@ def own_rows(data: Any, workload: Any) -> Source | None:
 
 @dataclass(frozen=True)
 class Shape:
-    """Shapes and types of the columns that the run was trained on, before any transform and without their first
-    dimension, which is None for rows of unequal length; empty if its data is no longer available. wide: whether
-    floating-point columns keep their width. examples: some training rows. allows_text: whether the workload converts
-    text to numbers."""
+    """Row shapes and types of the columns on which the run was trained, before any transform; a shape is None for rows
+    of unequal length. Empty if the data is no longer available. wide: whether floating-point columns keep their width.
+    examples: some training rows. allows_text: whether the workload converts text to numbers."""
 
     columns: Mapping[str, tuple[tuple[int, ...] | None, np.dtype]] = field(default_factory=dict)
     wide: bool = False
@@ -101,8 +100,8 @@ class Shape:
     allows_text: bool = False
 
     def fit(self, columns: Columns) -> Columns:
-        """The columns in the model's form: numbers in the training's type, `x_0, x_1, ...` combined to `x`. Columns
-        unknown to training stay. Raises DataError for another shape."""
+        """Convert columns to the model's form: numbers in the training's type, with `x_0, x_1, ...` combined to `x`.
+        Columns that training did not have stay. Raises DataError for another shape."""
         found = dict(columns)
         for name, (shape, dtype) in self.columns.items():
             if name not in found and shape is not None:
@@ -127,7 +126,7 @@ class Shape:
             found[name] = np.stack(parts, axis=1)
 
     def _narrowed(self, name: str, values: Any) -> Any:
-        """Text files have no float32: without training columns, the common type is used."""
+        """Convert to the common types, as text files have no float32. For columns that are unknown from training."""
         is_wide = values.dtype == np.float64 and name not in self.columns and not self.wide
         return _as_type(values, np.dtype(np.float32)) if is_wide else values
 
@@ -139,7 +138,7 @@ def _as_type(values: Any, dtype: np.dtype) -> Any:
 
 
 def shape_of(workload: Any, *, wide: bool, fitted: Any = None) -> tuple[Shape, bool]:
-    """Shapes of the columns of the workload's training data, and whether its rows are tuples; empty if that data can no
+    """Shapes of the columns of the workload's training data, and whether its rows are tuples; empty if the data can no
     longer be read. fitted: the run's preprocessor."""
     text = reads_text(workload)
     try:
@@ -152,7 +151,7 @@ def shape_of(workload: Any, *, wide: bool, fitted: Any = None) -> tuple[Shape, b
 
 
 def types_of(rows: Columns) -> dict[str, tuple[tuple[int, ...] | None, np.dtype]]:
-    """Shape of a row and type of each column; no shape for rows of unequal length."""
+    """Row shape and type of each column; no shape for rows of unequal length."""
     return {name: (None if isinstance(v, Ragged) else v.shape[1:], v.dtype) for name, v in rows.items()}
 
 
@@ -162,8 +161,8 @@ def gives_tuples(source: Source) -> bool:
 
 
 def columns_of(table: Any, where: str, *, allows_text: bool) -> tuple[Columns, list[DataError]]:
-    """The columns of an Arrow table as arrays; and the faults of columns that are left out because they have nulls, or
-    text that is not allowed, and may not be needed."""
+    """Columns of an Arrow table as arrays, and the faults of columns that are omitted because they have nulls or text
+    that is not allowed; these may not be needed."""
     found: Columns = {}
     problems: list[DataError] = []
     for name in table.column_names:

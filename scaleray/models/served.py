@@ -1,6 +1,6 @@
 """A packed model as an MLflow model, for `mlflow models serve` and `mlflow.pyfunc.load_model`.
 
-MLflow finds `_load_pyfunc` by the name of this module, so no part of the model is pickled."""
+MLflow finds `_load_pyfunc` by the name of this module, so that no part of the model is pickled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEEDS = ("scaleray", "torch", "numpy", "pyarrow")
 
 
 class ServedModel:
-    """Model that MLflow calls for each request."""
+    """The model that MLflow calls for each request."""
 
     def __init__(self, folder: Path) -> None:
         parts = find_parts(folder)
@@ -37,7 +37,7 @@ class ServedModel:
 
 
 def _load_pyfunc(data_path: str) -> ServedModel:
-    """MLflow's entry point. data_path: the packed model's folder. Raises TrackingError for one that was changed."""
+    """MLflow's entry point. data_path: the packed model's folder. Raises TrackingError if the model was changed."""
     import mlflow
 
     check_served(Path(data_path), uri=mlflow.get_registry_uri())
@@ -45,8 +45,8 @@ def _load_pyfunc(data_path: str) -> ServedModel:
 
 
 def save_for_mlflow(signature: ModelSignature, folder: Path, out: Path, *, libraries: Mapping[str, str]) -> None:
-    """Write an MLflow model to a new folder. folder, signature: of the packed model; libraries: the training's versions
-    by name; the server gets the needed ones."""
+    """Write an MLflow model to a new folder. folder, signature: of the packed model; libraries: the training's
+    versions, by name; the server gets those that it needs."""
     import mlflow.pyfunc
 
     with warnings.catch_warnings():

@@ -1,5 +1,5 @@
-"""Stored checkpoints of a run, and operations on them: the commands of `scaleray checkpoint`. Each function returns the
-content of its command's `--json`.
+"""Stored checkpoints of a run, and operations on them: the commands of `scaleray checkpoint`. Each function returns
+what its command prints with `--json`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from scaleray.checkpoints.retention import Retention
 
 MEMORY = "memory"
-"""Folder of states in memory."""
+"""Folder name of states in memory."""
 LEFTOVER_S = 3600.0
-"""Seconds for which files that no manifest names are kept: a running training may be writing them."""
+"""Seconds for which files without a manifest are kept, as an active training may be writing them."""
 
 
 def list_checkpoints(run: str | Path, *, copy_path: str | None = None) -> list[dict[str, Any]]:
     """Stored checkpoints of a run: a mapping for each, with the reason if it is not usable.
 
-    With RAY_ADDRESS those in the memory of that cluster's nodes, too. run: its folder, local or s3://, its name in the
+    With RAY_ADDRESS, also those in the memory of that cluster's nodes. run: its folder, local or s3://, its name in the
     storage path, or one checkpoint's folder. copy_path: location of second copies; None: the run's own setting. Raises
-    CheckpointError if there is none."""
+    CheckpointError if there are none."""
     with opened(str(run), copy_path) as (catalog, only):
         folder = catalog.stores[0].root
         rows = [{**_row(catalog, step), "folder": folder} for step in catalog.steps() if only in (None, step)]
@@ -100,11 +100,11 @@ def prune_checkpoints(
     dry_run: bool = False,
     copy_path: str | None = None,
 ) -> dict[str, Any]:
-    """Remove superfluous checkpoints; files that a remaining checkpoint needs stay.
+    """Remove superfluous checkpoints, except files that a remaining checkpoint needs.
 
-    run, copy_path: as for `list_checkpoints`. keep_last: number of newest ones to keep. keep_best: number of best ones
-    to keep as well, by `best`, a metric and its direction such as `val/loss min`. keep_every: keep one every this many
-    steps. dry_run: only report."""
+    run, copy_path: as for `list_checkpoints`. keep_last: number of newest checkpoints to keep. keep_best: number of
+    best checkpoints to keep in addition, by `best`, a metric and its direction such as `val/loss min`. keep_every: also
+    keep one every this many steps. dry_run: only report."""
     retention = _retention(keep_last, keep_best, best, keep_every)
     with opened(str(run), copy_path) as (catalog, only):
         if only is not None:
@@ -119,7 +119,7 @@ def prune_checkpoints(
 
 
 def rebuild_checkpoint(run: str | Path, *, step: int | None = None, copy_path: str | None = None) -> dict[str, Any]:
-    """Write an incremental checkpoint again as a full one, which depends on no other.
+    """Rewrite an incremental checkpoint as a full one, which does not depend on others.
 
     run, copy_path: as for `list_checkpoints`. step: None is the newest. `["checkpoint"]` is None if it was already
     full."""
@@ -131,7 +131,7 @@ def rebuild_checkpoint(run: str | Path, *, step: int | None = None, copy_path: s
             raise CheckpointError.problem(
                 f"the checkpoint of step {manifest.step}",
                 "cannot be rebuilt: the run has finished, so its record has the checkpoint's hash",
-                f"one file of its weights: scaleray export {run} --step {manifest.step} --out weights.safetensors",
+                f"to write only its weights: scaleray export {run} --step {manifest.step} --out weights.safetensors",
             )
         full = catalog.rebuild(manifest) if is_new else manifest
     place = f"{catalog.stores[0].root}/{full.name}" if is_new else None
@@ -139,7 +139,7 @@ def rebuild_checkpoint(run: str | Path, *, step: int | None = None, copy_path: s
 
 
 def import_weights(file: str | Path, folder: str | Path) -> dict[str, Any]:
-    """Make a checkpoint of a plain file of weights, from which `workload.weights` starts a training.
+    """Make a checkpoint from a plain file of weights, with which `workload.weights` can start a training.
 
     file: a .pt file of torch.save with tensors only, or a .safetensors file. folder: a new one, local or s3://.
     """
@@ -186,7 +186,7 @@ def _checked(manifest: Manifest, damages: list[Damage]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _in_memory(catalog: Catalog) -> Iterator[Generations]:
-    """The states of a run in the memory of the cluster at RAY_ADDRESS; none without an address."""
+    """States of a run in the memory of the cluster at RAY_ADDRESS; none without an address."""
     from scaleray.checkpoints.memory_store import Generations
 
     address = os.environ.get("RAY_ADDRESS")
@@ -222,7 +222,7 @@ def _retention(keep_last: int, keep_best: int, best: str | None, keep_every: int
 
 
 def _require_measured(metric: str | None, complete: list[Manifest]) -> None:
-    """Refuse a metric without a value at any checkpoint's own step: a typo would remove the wanted checkpoints."""
+    """Refuse a metric without a value at any checkpoint's own step, as a typo would remove the best checkpoints."""
     measured = {name for manifest in complete for name in manifest.own_metrics}
     if metric is not None and metric not in measured:
         known = f"there are: {', '.join(sorted(measured)) or 'none'}"
@@ -240,8 +240,7 @@ def _best(text: str | None) -> tuple[str | None, str]:
 
 @contextlib.contextmanager
 def opened(path: str, copy_path: str | None) -> Iterator[tuple[Catalog, int | None]]:
-    """The catalog of a path, and the step if the path names one. Unreachable storage is reported as one
-    error."""
+    """Open the catalog of a path; also returns the step if the path names one. Unreachable storage raises one error."""
     from pyarrow import ArrowInvalid
 
     from scaleray.checkpoints.catalog import FOLDER, Catalog
@@ -250,7 +249,7 @@ def opened(path: str, copy_path: str | None) -> Iterator[tuple[Catalog, int | No
 
     where = _meant(path)
     if "://" not in where and not _exists(where):
-        raise CheckpointError("the path", path, "it does not exist", f"folders of runs are in {default_storage_path()}")
+        raise CheckpointError("the path", path, "it does not exist", f"run folders are in {default_storage_path()}")
     try:
         catalog, step = Catalog.at(where)
         if copy_path is None and catalog.stores[0].name == FOLDER:
@@ -268,7 +267,7 @@ def opened(path: str, copy_path: str | None) -> Iterator[tuple[Catalog, int | No
 
 @contextlib.contextmanager
 def chosen(path: str, step: int | None, copy_path: str | None) -> Iterator[tuple[Catalog, Manifest]]:
-    """Catalog and one checkpoint of a path, by default the newest complete one. Damage is reported in one message."""
+    """Catalog and one checkpoint of a path, by default the newest complete one. Damage raises a single error."""
     from scaleray.checkpoints.catalog import require
     from scaleray.checkpoints.manifest import Incomplete
 
@@ -281,14 +280,13 @@ def chosen(path: str, step: int | None, copy_path: str | None) -> Iterator[tuple
                 f"the checkpoint of step {manifest.step}",
                 "damaged",
                 str(exc),
-                f"scaleray checkpoint verify {shlex.quote(path)} looks for copies",
+                f"scaleray checkpoint verify {shlex.quote(path)} searches for copies",
             ) from exc
 
 
 @contextlib.contextmanager
 def written(path: str) -> Iterator[None]:
-    """Context for writing to a path. Unreachable storage is reported as one
-    error."""
+    """Context for writing to a path, in which unreachable storage raises a single error."""
     from pyarrow import ArrowInvalid
 
     try:
@@ -298,17 +296,18 @@ def written(path: str) -> Iterator[None]:
 
 
 def empty(path: str) -> CheckpointError:
-    """The error for a path under which no checkpoint is stored."""
+    """The error for a path without stored checkpoints."""
     return CheckpointError(
         "the path",
         path,
-        "it holds no complete checkpoint",
-        "name a run folder, or one checkpoint in it; scaleray export takes final weights without one",
+        "it contains no complete checkpoint",
+        "name a run folder, or a checkpoint in it; scaleray export can use final weights without a checkpoint",
     )
 
 
 def _meant(path: str) -> str:
-    """Absolute path or URI; a bare name that is not a local path is a run folder in the default storage path."""
+    """Absolute path or URI. A bare name that is not a local path is taken for a run folder in the default storage
+    path."""
     from scaleray.config.base import absolute_path
     from scaleray.config.checkpoint import default_storage_path
 

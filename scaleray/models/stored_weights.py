@@ -1,4 +1,4 @@
-"""Weights of a trained run as a plain state dict: the final ones, or those of a checkpoint.
+"""Weights of a trained run as a plain state dict: the final weights, or those of a checkpoint.
 
 Read without pickle: safetensors, checkpoints' own tensor files, and `torch.load` with `weights_only`."""
 
@@ -46,7 +46,8 @@ VALUES, TENSORS = "workload_state.json", "workload_state.safetensors"
 
 
 def write_state(state: Mapping[str, Any], folder: Path) -> None:
-    """Write the result of a workload's `state_dict`. Raises WorkloadError for values that a checkpoint cannot hold."""
+    """Write the result of a workload's `state_dict`. Raises WorkloadError for values that a checkpoint cannot
+    contain."""
     flat = flattened(state)
     tensors = {name: value.contiguous() for name, value in flat.items() if isinstance(value, torch.Tensor)}
     values = {name: as_json(WORKLOAD, value) for name, value in flat.items() if name not in tensors}
@@ -58,7 +59,7 @@ def write_state(state: Mapping[str, Any], folder: Path) -> None:
 
 
 def read_state(folder: Store) -> dict[str, Any] | None:
-    """The state in a local folder, or None. Raises OSError or ValueError for a damaged one."""
+    """Read the state in a local folder; None if there is none. Raises OSError or ValueError if it is damaged."""
     if not folder.is_local or folder.size(VALUES) is None:
         return None
     flat: dict[str, Any] = dict(load_json(folder.read(VALUES)))
@@ -74,10 +75,10 @@ BEST = "best"
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors by the names of the model's state dict, on the CPU. step: their optimizer steps; None if unknown. words:
-    description for people. workload_state: result of the workload's `state_dict`; None if it has none, or none was
-    stored. has_hash: whether the run's record has the SHA-256 of their files, or of the checkpoint's manifest.
-    attributes: of modules that the training changed."""
+    """Tensors by the names of the model's state dict, on the CPU. step: number of optimizer steps; None if unknown.
+    words: description for readers. workload_state: result of the workload's `state_dict`; None if there is none or it
+    was not stored. has_hash: whether the run's record has the SHA-256 of their files, or of the checkpoint's manifest.
+    attributes: module attributes that the training changed."""
 
     tensors: dict[str, torch.Tensor]
     step: int | None
@@ -87,18 +88,18 @@ class Weights:
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
     def merged(self, settings: FineTuningSettings) -> Weights:
-        """The weights in the form of final ones: with adapters merged unless `fine_tuning.merge` is off."""
+        """The weights in the form of final weights, with adapters merged unless `fine_tuning.merge` is off."""
         if settings.lora_rank and settings.merge and fine_tuning.has_adapters(self.tensors):
             return replace(self, tensors=fine_tuning.merged(self.tensors, settings))
         return self
 
 
 def read_run_weights(run: TrainedRun, step: int | str | None = None, which: str | None = None) -> Weights:
-    """The final weights of a run, or those of a checkpoint.
+    """Read the final weights of a run, or those of a checkpoint.
 
-    step: None: the final weights, or else the newest checkpoint's; a number: that checkpoint's; `best`: the best by
-    `checkpoint.best`; a metric with its direction, such as `val/loss min`: the best by that. which: AVERAGED or
-    TRAINED; None: the average if the run has one. Raises CheckpointError and UsageError."""
+    step: None for the final weights, or else the newest checkpoint's; a number for that checkpoint's; `best` for the
+    best by `checkpoint.best`; a metric with its direction, such as `val/loss min`, for the best by that metric. which:
+    AVERAGED or TRAINED; None: the average if the run has one. Raises CheckpointError and UsageError."""
     has_average = run.config.averaging.decay is not None
     check_which(which, has_average=has_average, where=run.name)
     kind = f"{which or AVERAGED} " if has_average else ""
@@ -121,7 +122,7 @@ def read_run_weights(run: TrainedRun, step: int | str | None = None, which: str 
 
 def fill(module: nn.Module, weights: Weights, *, where: str) -> None:
     """Copy weights and attributes into a model, sharded or not, which must have the same tensors. Raises
-    CheckpointError with the first that does not fit."""
+    CheckpointError with the first tensor that does not fit."""
     saved = {
         name: Tensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), ())
         for name, tensor in weights.tensors.items()
@@ -138,7 +139,7 @@ def fill(module: nn.Module, weights: Weights, *, where: str) -> None:
 
 
 def _final(run: TrainedRun, name: str) -> dict[str, torch.Tensor] | None:
-    """The weights of this name in the run's folder, or else in MLflow; None if there are none."""
+    """Weights with this name in the run folder, or else in MLflow; None if there are none."""
     if (found := _in_folder(run, name)) is not None:
         return found
     if _has_checkpoints(run):
@@ -181,7 +182,7 @@ def _final_files(folder: Store, name: str) -> list[str]:
 
 
 def _recorded(run: TrainedRun) -> dict[str, Any]:
-    """Hashes of the final weights in the run's record; none in a record of an older version."""
+    """Hashes of the final weights in the run's record; empty for a record of an older version."""
     return run.record.weights if run.record is not None else {}
 
 
@@ -200,7 +201,7 @@ def _of_checkpoint(run: TrainedRun, step: int | str | None, *, averaged: bool, k
     catalog = _catalog(run)
     if step is None and not _has_checkpoints(run):
         absent = f"are missing: neither {run.where} nor MLflow has final weights or a checkpoint"
-        hint = "a run writes them at a successful end, unless checkpoint.save_final is off"
+        hint = "a run writes them when it ends successfully, unless checkpoint.save_final is off"
         raise CheckpointError.problem(f"the weights of {run.name}", absent, hint)
     manifest = _best(run, catalog, step) if isinstance(step, str) else require(catalog, step, where=run.where)
     with _damage_text(run, manifest):
@@ -229,8 +230,8 @@ def _damage_text(run: TrainedRun, manifest: Manifest) -> Iterator[None]:
 
 
 def _proven(run: TrainedRun, catalog: Catalog, manifest: Manifest) -> tuple[list[Store], bool]:
-    """Stores to read a checkpoint from, and whether the run's record has its hash: then only stores in which each file
-    matches its SHA-256. Raises Incomplete if none has, CheckpointError for another manifest."""
+    """Stores from which a checkpoint can be read, and whether the run's record has its hash; if so, only stores in
+    which each file matches its SHA-256. Raises Incomplete if there is none, CheckpointError for another manifest."""
     recorded = run.record.checkpoints if run.record is not None else {}
     if not check_manifest(catalog.stores[0], manifest, recorded):
         return catalog.stores, False
@@ -270,7 +271,7 @@ def _workload_state(stores: list[Store], manifest: Manifest) -> dict[str, Any] |
 
 
 def _best(run: TrainedRun, catalog: Catalog, text: str) -> Manifest:
-    """The best checkpoint by a metric that was measured at its own step."""
+    """The best checkpoint by a metric that was measured at its step."""
     wanted = run.config.checkpoint.best if text == BEST else text
     if wanted is None:
         raise UsageError(

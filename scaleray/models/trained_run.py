@@ -1,4 +1,4 @@
-"""Find the run of a model from the user's input, and its workload from the run's config."""
+"""Find a model's run from the user's input, and its workload from the run's config."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -21,14 +21,13 @@ from scaleray.workload import build_workload, load_workload
 
 NOTE, RECORD = "run.json", "record.json"
 PACKED, CODE = "packed", "code"
-"""Key in run.json that marks a packed model, which is a folder of one model without its run, and the folder of its
-code."""
+"""Key in run.json that marks a packed model, a folder with one model without its run; its value is the code folder."""
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A training with files. folder: their location. where: location as shown to people. about: content of its
-    run.json, or the same facts from its record. record: None for a run that has not ended, or was killed."""
+    """A training with files. folder: their location. where: location as shown to users. about: content of its run.json,
+    or the same facts from its record. record: None for a run that has not ended or was killed."""
 
     folder: Store
     where: str
@@ -50,8 +49,8 @@ class TrainedRun:
 
 
 def find_trained(run: str | Path, *, uri: str | None = None) -> TrainedRun:
-    """The training that `run` names: its folder or bucket, its name in the default storage path, its id or name in
-    MLflow, or a model in MLflow's registry, `models:/NAME@ALIAS`.
+    """Find a training by folder or bucket, name in the default storage path, id or name in MLflow, or as the source of
+    a model in MLflow's registry, `models:/NAME@ALIAS`.
 
     uri: MLflow's; None: scaleray's own. Raises TrackingError."""
     run = str(run)
@@ -86,8 +85,8 @@ def trained_of(found: FoundRun, *, uri: str | None = None) -> TrainedRun:
 
 
 def workload_of(run: TrainedRun, given: Any = None) -> Any:
-    """The workload of a run: a given object or class, or a name `file.py:Name`; None: that of the run's config. Raises
-    WorkloadError if it is not found."""
+    """The workload of a run: a given object or class, or a name `file.py:Name`; None for the one in the run's config.
+    Raises WorkloadError if it is not found."""
     settings, name, imported = run.config.workload, run.config.workload.name, None
     if run.about.get(PACKED) and given is None:
         code = Path(run.folder.root) / CODE
@@ -110,7 +109,7 @@ def workload_of(run: TrainedRun, given: Any = None) -> Any:
 
 
 def _note(location: Store) -> dict[str, Any] | None:
-    """The run.json of a folder; None if it cannot be read."""
+    """Content of a folder's run.json; None if it cannot be read."""
     try:
         about = load_json(inert_json(location.read(NOTE)))
     except (OSError, ValueError):
@@ -131,7 +130,7 @@ def _checked(folder: Store, about: dict[str, Any], record: RunRecord | None = No
             f"the config of the run in {where}",
             "not valid in this version",
             first_line(exc),
-            "load it with the version that trained it, see environment.yaml in its folder",
+            "load it with the version that trained it (see environment.yaml in its folder)",
         ) from exc
     return TrainedRun(folder, where, about, config, record or _record(folder))
 

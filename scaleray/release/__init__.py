@@ -1,1 +1,1 @@
-"""The way from a trained model to a promoted one: gates, evidence, promotion and paths of experiments."""
+"""From a trained model to a promoted one: gates, evidence, promotion, and paths of experiments."""

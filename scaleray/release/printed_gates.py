@@ -1,4 +1,4 @@
-"""The answers of the gates on the terminal: each gate with its checks, and finally the overall answer."""
+"""Print the gates' answers on the terminal: each gate with its checks, then the overall answer."""
 
 from rich.console import Console
 
@@ -9,7 +9,7 @@ SIGNS = {"pass": "pass", "fail": "FAIL", "inconclusive": "open"}
 
 
 def show_gates(console: Console, record: GateRecord) -> None:
-    """Print the answers."""
+    """Print the gates' answers."""
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)

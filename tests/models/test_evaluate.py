@@ -101,7 +101,7 @@ def test_the_training_split_is_evaluated_when_it_is_named(trained):
     ("options", "says"),
     [
         ({"split": "test"}, "the run has the splits train, val"),
-        ({"split": "val", "data": "a.csv"}, "leave one of them out"),
+        ({"split": "val", "data": "a.csv"}, "omit one of them"),
         ({"workers": 0}, "at least 1"),
     ],
 )

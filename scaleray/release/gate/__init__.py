@@ -1,1 +1,1 @@
-"""`scaleray gate`: evaluate the evidence of recorded runs, certificates and studies by a policy."""
+"""`scaleray gate`: evaluate the evidence from recorded runs, certificates and studies against a policy."""

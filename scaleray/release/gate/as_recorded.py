@@ -1,5 +1,5 @@
 """Compare the evidence with MLflow's copy: trainings with their alerts, the study with its points, the certificate. A
-change of a file in a folder, or of a number in MLflow, is found; the same change of both is not. MLflow is the server
+change to a file in a folder, or to a number in MLflow, is found; the same change to both is not. MLflow is the server
 chosen by the reader."""
 
 from scaleray.recording.same_in_mlflow import certificate_differences, differences_from_mlflow, study_differences
@@ -13,8 +13,8 @@ NAME_IT = "name the MLflow server of its record: --uri URI"
 
 
 def runs_as_recorded(evidence: Evidence, uri: str | None) -> Check:
-    """Whether the records of all trainings, with their alerts, equal MLflow's."""
-    what = "records as MLflow has them"
+    """Whether the records of all trainings, with their alerts, equal MLflow's copies."""
+    what = "records equal MLflow's copies"
     unknown = []
     runs = [*evidence.candidates, *evidence.baselines, *evidence.endured]
     for found in runs:
@@ -33,14 +33,14 @@ def runs_as_recorded(evidence: Evidence, uri: str | None) -> Check:
 
 def study_as_recorded(study: StudyRecord, uri: str | None) -> Check:
     """Whether the study and its points equal MLflow's copy, with their seals, and none is marked as invalid."""
-    what = "the study and its points as MLflow has them"
+    what = "the study and its points equal MLflow's copies"
     return _check(what, study.name, study_differences(study, uri=uri), uri)
 
 
 def certificate_as_recorded(certificate: NamedCertificate, uri: str | None) -> Check:
     """Whether the certificate equals the one that `scaleray verify` recorded."""
     differs = certificate_differences(certificate.record.run_id, certificate.sha256, uri=uri)
-    return _check("the certificate as MLflow has it", certificate.name, differs, uri)
+    return _check("the certificate equals MLflow's copy", certificate.name, differs, uri)
 
 
 def _check(what: str, name: str, differs: list[str] | None, uri: str | None) -> Check:

@@ -1,4 +1,5 @@
-"""Evidence for the gates: a run and its repeats, a baseline's runs, certificates and a study, by folder or name."""
+"""Evidence for the gates, given by folder or name: a run and its repeats, a baseline's runs, certificates and a
+study."""
 
 import contextlib
 import dataclasses
@@ -32,14 +33,14 @@ from scaleray.release.gates.equality import NamedCertificate
 from scaleray.release.gates.operations import faults_survived
 
 READERS = 8
-"""Number of neighbouring folders read concurrently, since a bucket answers each request slowly."""
+"""Number of neighbouring folders read concurrently, since a bucket responds slowly to each request."""
 MOST_NEIGHBOURS = 500
-"""Most folders next to a run's own that are searched for its repeats, certificates and studies, the newest first."""
+"""Most folders next to a run's own that are searched for its repeats, certificates and studies, newest first."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Evidence for the gates. The first candidate is evaluated; others repeat it."""
+    """Evidence for the gates. The first candidate is evaluated; the others repeat it."""
 
     candidates: list[FoundRun]
     baselines: list[FoundRun]
@@ -73,7 +74,7 @@ def collect(
     certificates: Sequence[str] = (),
     uri: str | None = None,
 ) -> Evidence:
-    """Collect the evidence of these runs. Evidence that is not named is searched in the folders next to the runs.
+    """Collect the evidence of these runs. Evidence that is not named is looked up in the folders next to the runs.
     Raises UsageError for evidence of the wrong kind, TrackingError for missing evidence."""
     candidates, baselines = _named(runs, uri), _named(against, uri)
     for one in (*candidates, *baselines):
@@ -101,7 +102,7 @@ def collect(
 
 
 def _named(runs: Sequence[str | FoundRun], uri: str | None) -> list[FoundRun]:
-    """The runs of these names. A later one that ended without a record is accepted if it repeats the first."""
+    """Runs with these names. One after the first that ended without a record is accepted if it repeats the first."""
     found: list[FoundRun] = []
     for run in runs:
         try:
@@ -129,13 +130,13 @@ def refuse_twice(candidates: Sequence[FoundRun], baselines: Sequence[FoundRun] =
 
 
 def certificates_for(found: FoundRun, named: Sequence[str]) -> list[NamedCertificate]:
-    """The named certificates, or those in the folders next to a run or study."""
+    """The named certificates, or certificates in the folders next to a run or study."""
     return [_named_certificate(name) for name in named] or _certificates(_neighbours(found))
 
 
 def learning(found: FoundRun, target: Target | None, metric: str | None) -> Learning:
-    """Learning result of a run. metric: the one whose last value counts; None: the target's. An unfinished run has not
-    reached the target."""
+    """Learning result of a run. metric: metric whose last value counts; None for that of the target. An unfinished run
+    has not reached the target."""
     record = training(found)
     has_finished = record.status == "FINISHED"
     is_known = target is None or bool(found.evaluations.get(target.metric)) or not has_finished
@@ -173,7 +174,7 @@ class _Neighbour:
 
 
 def _neighbours(found: FoundRun) -> list[_Neighbour]:
-    """The folders next to a run's own, newest first; none for a run in MLflow alone."""
+    """Folders next to a run's own, newest first; none for a run that is only in MLflow."""
     if (own := found.location) is None:
         return []
     with contextlib.suppress(OSError):
@@ -200,8 +201,8 @@ def _neighbour(location: Store) -> _Neighbour:
 
 
 def _repeats(own: RunRecord, beside: Sequence[_Neighbour], uri: str | None) -> tuple[list[FoundRun], list[str]]:
-    """Runs next to a run that differ only in the seed, one per seed: the newest that has finished, else one that
-    failed, with or without a record; and the names of killed ones."""
+    """Runs next to a run that differ only in the seed, one per seed: the newest finished run, or else a failed one,
+    with or without a record. Also returns the names of killed runs."""
     mine, started, repeats = repeat_key(own), _started(own), dict[Any, Store | FoundRun]()
     for location, record in _runs(beside, "FINISHED"):
         if repeat_key(record) == mine:
@@ -222,13 +223,13 @@ def _repeats(own: RunRecord, beside: Sequence[_Neighbour], uri: str | None) -> t
 
 
 def _started(run: RunRecord) -> str:
-    """Key of the facts known at the start of a run: an unfinished run may lack facts of its workers."""
+    """Key made of the facts known at the start of a run, as an unfinished run may lack facts about its workers."""
     return start_key(run.config, run.workers, run.environment, run.data)
 
 
 def _lost(own: RunRecord, one: _Neighbour) -> FoundRun | None:
-    """A neighbour's run that differs from `own` only in the seed and ended without a record, for example killed by the
-    OOM killer: it counts as failed. None for any other neighbour, and for one that may still run."""
+    """Run of a neighbour that differs from `own` only in the seed and ended without a record, for example because of
+    the OOM killer; it counts as failed. None for other neighbours, and for a run that may be active."""
     if not one.about or one.about.get("repeats") != _started(own) or not one.location.is_local:
         return None
     folder = Path(one.location.root)
@@ -244,7 +245,7 @@ def _lost(own: RunRecord, one: _Neighbour) -> FoundRun | None:
 
 
 def _endured(candidates: Sequence[FoundRun], beside: Sequence[_Neighbour]) -> list[FoundRun]:
-    """Finished runs next to the candidates with the same training and worker count that survived a fault."""
+    """Finished runs next to the candidates that have the same training and number of workers and survived a fault."""
     mine, known = _trained(training(candidates[0])), {one.where for one in candidates}
     return [
         find_run(location.root)
@@ -254,7 +255,7 @@ def _endured(candidates: Sequence[FoundRun], beside: Sequence[_Neighbour]) -> li
 
 
 def _trained(run: RunRecord) -> list[Any]:
-    """Training of a run, its code and its number of workers, without seed and checkpoints."""
+    """Key of a run's training, code and number of workers, without seed and checkpoints."""
     config = {key: value for key, value in leaves(jsonable(run.config)) if decides(key) is Decides.RESULT}
     config.pop("seed", None)
     git = (run.environment.get("environment") or {}).get("git") or {}
@@ -262,14 +263,14 @@ def _trained(run: RunRecord) -> list[Any]:
 
 
 def _runs(beside: Sequence[_Neighbour], status: str) -> Iterator[tuple[Store, RunRecord]]:
-    """The runs of this status among the neighbours."""
+    """The neighbours' runs with this status."""
     for one in beside:
         if isinstance(one.record, RunRecord) and one.record.status == status:
             yield one.location, one.record
 
 
 def _certificate(where: str, text: bytes) -> NamedCertificate:
-    """The certificate in the text of a certificate.json. Raises TrackingError for anything else."""
+    """Parse the text of a certificate.json. Raises TrackingError for anything else."""
     where = without_password(where)
     try:
         record = EqualityCertificate.from_json(text)

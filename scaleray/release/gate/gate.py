@@ -1,4 +1,4 @@
-"""Evaluate the gates of a training: an answer for each, and one for all."""
+"""Evaluate the gates of a training, with an answer for each and one for all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from scaleray.release.gates.environment import facts_of_environment, facts_of_ru
 from scaleray.release.gates.policy import Policy
 
 GATES = (data_fingerprint.GATE, equality.GATE, scaling.GATE, convergence.GATE, operations.GATE)
-"""The gates, in their order of evaluation."""
+"""Gates in the order of evaluation."""
 
 
 def gate(
@@ -45,12 +45,12 @@ def gate(
     runs: the candidate, and runs that repeat it with other seeds: folders, names in the storage path, or ids or names
     in MLflow at `uri`; or one scaling study, which has its own gates. against: runs of the baseline. policy: a YAML
     file, or its sections as a mapping. study: a scaling study of the candidate's training. certificates: folders of
-    `verify`. gates: names of some; None: all.
+    `verify`. gates: names of the gates to evaluate; None: all.
 
-    against may be one registered version, `NAME@ALIAS` or `models:/NAME/VERSION`: the gates are then `speed`,
-    `convergence` and `data`, by the evidence stored at its promotion and its policy, or `policy`. Without runs, the
-    runs of its experiment in MLflow are evaluated that train the same, began after its promotion and in the last `days`
-    (8), and have finished or failed.
+    against may be one registered version, `NAME@ALIAS` or `models:/NAME/VERSION`. The gates are then `speed`,
+    `convergence` and `data`, by the evidence stored at its promotion and its policy, or `policy`. If no runs are given,
+    the gates evaluate runs of its experiment in MLflow that have the same training, began after its promotion and
+    within the last `days` (8), and have finished or failed.
 
     Raises ConfigError for an unknown policy key or gate, TrackingError for a run that does not exist."""
     names, facts = [str(run) for run in runs], [str(one) for one in certificates]
@@ -79,7 +79,7 @@ def gate(
         if baselines or study:
             raise UsageError.problem(
                 "RUN",
-                f"{names[0]} is a study, which takes no --against and no --study",
+                f"{names[0]} is a study, for which --against and --study are not allowed",
                 "give a training as RUN, and the study with --study",
             )
         named = str(policy) if isinstance(policy, (str, Path)) else None
@@ -101,7 +101,7 @@ def evaluate_evidence(
     uri: str | None = None,
 ) -> GateRecord:
     """Answers of the gates to this evidence. now: time in seconds since 1970 for a certificate's age, by default the
-    current time. uri: MLflow to compare records with if the one they were written to does not exist."""
+    current time. uri: MLflow server with which records are compared if their original one does not exist."""
     moment = time.time() if now is None else now
     asked: dict[str, Callable[[Evidence, Policy], GateResult]] = {
         data_fingerprint.GATE: functools.partial(_fingerprint, uri=uri),
@@ -124,7 +124,7 @@ def evaluate_evidence(
 
 
 def filled(result: GateResult, evidence: Evidence) -> GateResult:
-    """The gate's answer with remedies that can be typed unchanged."""
+    """A gate's answer with complete commands as remedies."""
     run = evidence.run
     seeds = [training(one).config.get("seed") for one in (*evidence.candidates, *evidence.baselines)]
     following = max((seed for seed in seeds if isinstance(seed, int)), default=0) + 1
@@ -175,7 +175,7 @@ def _scaling(evidence: Evidence, policy: Policy, *, uri: str | None) -> GateResu
     theirs = facts_of_environment(study.conditions.environment, study.conditions.topology.get("workers") or ())
     differs = unlike(theirs, facts_of_run(run), policy.fingerprint.may_differ)
     if study.conditions.config_hash != digest(training_of(run.config)):
-        differs.insert(0, "its config gives a different training")
+        differs.insert(0, "its config defines a different training")
     what = "the study is of this training, code and environment"
     if differs:
         remedy = f"scaleray study -c {shlex.quote(f'{run.run_dir}/config.yaml')}"

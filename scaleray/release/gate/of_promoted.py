@@ -26,15 +26,14 @@ OF_PROMOTED = (drift.SPEED, convergence.GATE, drift.DATA)
 DAYS = 8.0
 """Age in days up to which runs count as recent by default: a week and some hours."""
 MAY_DIFFER = ("seed", "workload.name", "workload.args.")
-"""Keys of the config in which recent runs may differ from the promoted one: the code's path differs, and data are
-newer."""
+"""Config keys in which recent runs may differ from the promoted one, as the code's path differs and data are newer."""
 
 
 def registered(against: Sequence[str]) -> Named | None:
-    """The registered version among the names of a baseline; None if all are runs.
+    """The registered version among the names of a baseline; None if all names are runs.
 
-    A version is NAME@ALIAS, unless a folder has this name, or begins with `models:/`. Raises UsageError for a version
-    next to another baseline.
+    A version is NAME@ALIAS, unless a folder has this name, or begins with `models:/`. Raises UsageError if there is a
+    version and another baseline.
     """
     for name in against:
         is_alias = "@" in name and not set("/:") & set(name) and not _is_folder(name)
@@ -61,9 +60,9 @@ def evaluate_promoted(
 ) -> GateRecord:
     """Compare the speed, the convergence and the data of runs with those of a promoted model.
 
-    runs: by default those of the promoted run's experiment in MLflow that train the same, began after its promotion and
-    in the last `days`, and have finished or failed. policy: None: that of the promotion. Raises UsageError, ConfigError
-    and TrackingError."""
+    runs: by default, runs of the promoted run's experiment in MLflow that have the same training, began after its
+    promotion and within the last `days`, and have finished or failed. policy: None: the policy of the promotion. Raises
+    UsageError, ConfigError and TrackingError."""
     for name in gates or ():
         if name not in OF_PROMOTED:
             raise ConfigError("--gates", name, f"it must be one of {', '.join(OF_PROMOTED)} with a registered version")
@@ -73,13 +72,13 @@ def evaluate_promoted(
     if policy is not None:
         held = read_policy(policy)
     registry = ModelRegistry(uri)
-    with stage("finding runs since the promotion"):
+    with stage("searching for runs since the promotion"):
         notes: list[str] = []
         found = [find_run(name, uri=registry.uri) for name in runs]
         refuse_twice(found)
         found = found or _since(registry, version, kept, DAYS if days is None else days, notes)
     if not found:
-        notes.append("no run of the same training has ended since")
+        notes.append("no run of the same training has ended since then")
     today, promoted = ([training(one) for one in side] for side in (found, kept.candidates))
     target = held.convergence.target or target_of(kept.run)
     metric = held.convergence.metric_name
@@ -109,8 +108,8 @@ def evaluate_promoted(
 
 
 def _since(registry: ModelRegistry, named: Named, kept: Evidence, days: float, notes: list[str]) -> list[FoundRun]:
-    """Runs of the same training that began after the promotion and in the last days and have finished or failed, the
-    newest first. Those that failed before they had a record are named in `notes`."""
+    """Runs of the same training that began after the promotion and within the last days and have finished or failed,
+    newest first. Runs that failed without a record are named in `notes`."""
     version = registry.find(named)
     since_ms = max(version.created_at_ms, 1000 * (time.time() - 86400 * days))
     known = {training(one).run_id for one in (*kept.candidates, *kept.baselines)}
@@ -122,7 +121,7 @@ def _since(registry: ModelRegistry, named: Named, kept: Evidence, days: float, n
         except TrackingError:
             if status == "FINISHED":
                 raise
-            notes.append(f"run {run_id} failed and has no record: its training is not known")
+            notes.append(f"run {run_id} failed without a record: its training is unknown")
             continue
         if one is not None and isinstance(one.record, RunRecord) and _training_of(one.record) == own:
             found.append(one)

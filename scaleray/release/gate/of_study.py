@@ -1,5 +1,5 @@
 """Gates of a scaling study: is its largest number of workers efficient enough, and does a certificate prove that its
-training equals that of one process? The other gates apply to a training."""
+training equals that of one process? The other gates apply to trainings."""
 
 import dataclasses
 import shlex
@@ -29,7 +29,7 @@ def evaluate_study(
     policy_name: str | None = None,
     uri: str | None = None,
 ) -> GateRecord:
-    """Answers of the gates to a study. Raises UsageError if none of the requested ones applies to a study."""
+    """Answers of the gates to a study. Raises UsageError if no requested gate applies to a study."""
     study = found.record
     assert isinstance(study, StudyRecord)
     asked = [gate for gate in OF_STUDY if gate in gates]
@@ -109,7 +109,7 @@ def _equality(
 def equality_of(
     run: Verified, certificates: Sequence[NamedCertificate], policy: Policy, *, now: float, uri: str | None
 ) -> GateResult:
-    """Gate `equality` of a kind of training, and whether its certificate equals the recorded one."""
+    """Gate `equality` for a kind of training, with a check that its certificate equals the recorded one."""
     may_differ = policy.fingerprint.may_differ
     result = equality.equality_gate(run, certificates, policy=policy.equality, may_differ=may_differ, now=now)
     chosen = equality.belonging(run, certificates, policy=policy.equality, may_differ=may_differ, now=now)

@@ -1,4 +1,4 @@
-"""A policy from its YAML file, or one error that names the key."""
+"""Read a policy from its YAML file, or raise an error that names the key."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ from scaleray.release.gates.policy import Policy
 
 
 def read_policy(path: str | Path | Mapping[str, Any] | None) -> Policy:
-    """Policy from a file, or from sections in a mapping; None: the defaults. Raises ConfigError for an invalid key or
+    """Read a policy from a file or a mapping of sections; None: the defaults. Raises ConfigError for an invalid key or
     value."""
     if path is None:
         return Policy()
@@ -29,7 +29,7 @@ def read_policy(path: str | Path | Mapping[str, Any] | None) -> Policy:
 
 
 def policy_of(values: Any, *, where: str, lines: Mapping[str, int] | None = None) -> Policy:
-    """Policy from plain values, sections with keys. where: name of the source in messages. lines: line of each key."""
+    """Policy from plain values by section and key. where: name of the source in messages. lines: line of each key."""
     if not isinstance(values, dict):
         raise ConfigError.problem(
             f"policy {where}", f"is not a mapping with the sections {', '.join(Policy.model_fields)}"
@@ -48,7 +48,7 @@ def policy_of(values: Any, *, where: str, lines: Mapping[str, int] | None = None
             hint = f"did you mean {near[0]}?" if near else f"keys are {', '.join(known)}"
             raise ConfigError.problem(f"policy {where} {key}", "is an unknown key", hint) from exc
         message = problem["msg"].removeprefix("Value error, ").rstrip(".")
-        allowed = f"that is not allowed: {message[0].lower()}{message[1:]}"
+        allowed = f"it is not allowed: {message[0].lower()}{message[1:]}"
         raise ConfigError(f"policy {where} {key}", problem.get("input"), allowed) from exc
 
 

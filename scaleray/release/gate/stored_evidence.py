@@ -1,5 +1,5 @@
-"""Evidence of a decision in a separate folder, to evaluate the gates again when the runs, certificates and studies are
-gone."""
+"""Evidence of a decision in a separate folder, with which gates can be evaluated again after runs, certificates and
+studies are deleted."""
 
 import dataclasses
 import json
@@ -29,8 +29,8 @@ SIDES = ("candidates", "baselines", "endured")
 
 
 def store_evidence(evidence: Evidence, policy: Policy, folder: Path) -> Evidence:
-    """Write evidence and policy to a new folder, and return the evidence read back from it, which gives the same
-    answers of the gates."""
+    """Write evidence and policy to a new folder, and return the evidence read back from it, for which the gates give
+    the same answers."""
     folder.mkdir(parents=True)
     sides: dict[str, list[FoundRun]] = {side: getattr(evidence, side) for side in SIDES}
     for side, runs in sides.items():
@@ -54,7 +54,7 @@ def store_evidence(evidence: Evidence, policy: Policy, folder: Path) -> Evidence
 
 
 def read_evidence(folder: Path) -> tuple[Evidence, Policy]:
-    """Read evidence that `store_evidence` wrote. Raises TrackingError for an incomplete folder."""
+    """Read evidence written by `store_evidence`. Raises TrackingError for an incomplete folder."""
     try:
         about = load_json((folder / INDEX).read_bytes())
         sides: dict[str, list[FoundRun]] = {side: [] for side in SIDES}

@@ -1,2 +1,2 @@
-"""Gates between a trained model and production: the requirements of each on recorded evidence, and the confidence of
-its answer."""
+"""Gates between a trained model and production: their requirements on recorded evidence, and the confidence of their
+answers."""

@@ -1,4 +1,4 @@
-"""Check that compares the means of two sets of repeated runs, with its power and the number of runs needed."""
+"""A check that compares the means of two sets of repeated runs, with its power and the number of runs needed."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -31,8 +31,8 @@ def compared(
     ask_for: AskFor = "not worse",
     of_logs: bool = False,
 ) -> Check:
-    """Whether the first of two sides is not worse than the second by the margin, or equal within it. of_logs: values
-    are logarithms, so the absolute margin is that of a ratio; the text has geometric means and the relative difference.
+    """Check that the first of two sides is not worse than the second by the margin, or equal within it. of_logs: values
+    are logarithms, so the absolute margin applies to a ratio; the text has geometric means and the relative difference.
     """
     candidate, baseline = runs
     mean: Callable[[float], float] = math.exp if of_logs else float
@@ -44,7 +44,7 @@ def compared(
     numbers = {"candidate": mean(candidate.mean), "baseline": mean(baseline.mean)}
     shown = f"{numbers['candidate']:.6g} against {numbers['baseline']:.6g}"
     if found is None:
-        words = f"{shown}; one run does not show noise"
+        words = f"{shown}; a single run does not show noise"
         return Check(what=what, answer="inconclusive", words=words, numbers=numbers, runs_needed=min_runs)
 
     def enough(number: int) -> bool:
@@ -57,7 +57,7 @@ def compared(
     if found.answer == "inconclusive" and needed is None:
         words += f"; a margin of {allowed} is too narrow for this noise"
     elif found.answer == "fail":
-        words += f"; that is beyond the margin of {allowed}"
+        words += f"; this exceeds the margin of {allowed}"
     numbers |= {"worse": worse, "low": low, "high": high, "p_value": found.p_value}
     likely = chance(candidate, baseline, margin, better=better, alpha=alpha)
     return Check(what=what, answer=found.answer, words=words, numbers=numbers, power=likely, runs_needed=needed)

@@ -1,13 +1,14 @@
 """Tests of two means with three answers, their power, and the number of runs needed.
 
-Each asks whether a candidate is worse than a baseline by less than a margin: non-inferiority (FDA, Non-Inferiority
+Each test asks whether a candidate is worse than a baseline by less than a margin: non-inferiority (FDA, Non-Inferiority
 Clinical Trials to Establish Effectiveness, 2016), and equivalence by two one-sided tests (Schuirmann 1987). A relative
 margin is a linear contrast of the two means, so that the baseline's own noise counts (Sasabuchi 1988; Hauschke et al.
 1999). Variances may differ: the statistic is Welch's, with the degrees of freedom of the side with fewer runs.
 
-Each one-sided test errs with at most `alpha` = 5 % at its margin, for noise that is normal or as skewed as an
-exponential distribution, with unequal deviations and numbers of runs, and for successive runs with a correlation of
-neighbours of at most 0.3 (`Contrast`). jobs/benchmarks/gates.py simulates each; docs/gates.md has the figures."""
+The error probability of each one-sided test is at most `alpha` = 5 % at its margin, for noise that is normal or as
+skewed as an exponential distribution, with unequal deviations and numbers of runs, and for successive runs with a
+correlation of neighbours of at most 0.3 (`Contrast`). jobs/benchmarks/gates.py simulates these cases; docs/gates.md has
+the figures."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from scaleray.records.gate_answer import Answer
 
 ALPHA = 0.05
 POWER = 0.9
-"""Power for computing the needed runs: a candidate as good as the baseline passes 9 times of 10."""
+"""Power for computing the needed runs: a candidate as good as the baseline passes 9 times out of 10."""
 MOST_RUNS = 1000
 """Largest number of runs considered; beyond it the margin is too narrow for the noise."""
 SKEWED = 0.7
@@ -47,7 +48,7 @@ class Runs:
     stdev: float
     number: int
     are_successive: bool = False
-    """Whether successive runs correlate, as speeds of runs on one machine do."""
+    """Whether successive runs correlate, as the speeds of runs on one machine do."""
 
     def repeated(self, number: int) -> Runs:
         """The same mean and noise with another number of runs."""
@@ -55,8 +56,8 @@ class Runs:
 
     @classmethod
     def of(cls, values: Sequence[float], *, resolution: float = 0.0, are_successive: bool = False) -> Runs:
-        """The runs with these values. resolution: smallest visible difference of values, such as the samples between
-        two evaluations: if all runs have one value, they still differ by its rounding, resolution / sqrt(12)."""
+        """Runs with these values. resolution: smallest visible difference between values, such as the samples between
+        two evaluations. Runs with equal values are assumed to differ by rounding: resolution / sqrt(12)."""
         spread = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
         stdev = max(spread, resolution / math.sqrt(12)) if len(values) > 1 else math.nan
         return cls(float(np.mean(values)), stdev, len(values), are_successive)
@@ -70,7 +71,7 @@ class Margin:
     is_relative: bool
 
     def factor(self, better: Better) -> float:
-        """Multiple of the baseline's mean at which the margin ends; 1 for an absolute margin."""
+        """Multiple of the baseline's mean that is the margin's limit; 1 for an absolute margin."""
         if not self.is_relative:
             return 1.0
         return 1 - self.size if better == "higher" else 1 + self.size
@@ -88,7 +89,7 @@ class MarginTest:
     worse: float
     low: float
     high: float
-    """`low` to `high`: interval of `worse`, each end with confidence 1 - alpha."""
+    """Interval of `worse` from `low` to `high`, each end with confidence 1 - alpha."""
     p_value: float
     """Probability of such runs if the candidate is worse by exactly the margin."""
 
@@ -96,8 +97,8 @@ class MarginTest:
 def not_worse(
     candidate: Runs, baseline: Runs, margin: Margin, *, better: Better, alpha: float = ALPHA
 ) -> MarginTest | None:
-    """Whether the candidate is worse by less than the margin: `pass` if that is proven, `fail` if more than the margin
-    is proven. None if a side has fewer than two runs, whose noise is unknown."""
+    """Whether the candidate is worse by less than the margin: `pass` if this is proven, `fail` if it is proven worse by
+    more. None if a side has fewer than two runs, whose noise is unknown."""
     if min(candidate.number, baseline.number) < 2:
         return None
     sign, factor = (1 if better == "lower" else -1), margin.factor(better)
@@ -128,8 +129,8 @@ def equal(
 
 
 def power(candidate: Runs, baseline: Runs, margin: Margin, *, better: Better, alpha: float = ALPHA) -> float:
-    """Probability that runs with this noise are proven not worse if the true means are equal: a tail of the noncentral
-    t distribution."""
+    """Probability that runs with this noise are proven not worse if the true means are equal, from a noncentral t
+    distribution."""
     contrast = Contrast.of(candidate, baseline, margin.factor(better), is_expected=True)
     if contrast.error == 0:
         return 1.0
@@ -137,15 +138,14 @@ def power(candidate: Runs, baseline: Runs, margin: Margin, *, better: Better, al
 
 
 def power_of_both(candidate: Runs, baseline: Runs, margin: Margin, *, better: Better, alpha: float = ALPHA) -> float:
-    """Lower bound of the probability that `equal` passes if the true means are equal: the errors of both tests are
-    added."""
+    """Lower bound on the probability that `equal` passes if the true means are equal: the sum of both tests' errors."""
     ways = (better, _turned(better))
     return max(0.0, sum(power(candidate, baseline, margin, better=way, alpha=alpha) for way in ways) - 1)
 
 
 def above(runs: Runs, limit: float, *, alpha: float = ALPHA) -> tuple[Answer, float, float]:
-    """Whether a mean is above a limit: `pass` if all of its interval is, `fail` if none of it is, else `inconclusive`;
-    and the two ends, each of which holds with confidence 1 - alpha. At least two runs."""
+    """Whether a mean is above a limit: `pass` if all of its interval is, `fail` if none of it is, else `inconclusive`.
+    Also returns both ends of the interval, each with confidence 1 - alpha. Needs at least two runs."""
     half = Contrast.of_one(runs).half_width(alpha)
     low, high = runs.mean - half, runs.mean + half
     return "pass" if low > limit else "fail" if high < limit else "inconclusive", low, high
@@ -159,15 +159,15 @@ def power_above(runs: Runs, limit: float, *, alpha: float = ALPHA) -> float:
 
 
 def runs_needed_above(runs: Runs, limit: float, *, alpha: float = ALPHA) -> int | None:
-    """Smallest number of runs with this mean and noise that prove the mean above the limit 9 times of 10; None if the
-    mean is not above it, or MOST_RUNS are too few."""
+    """Smallest number of runs with this mean and noise that prove the mean above the limit 9 times out of 10; None if
+    the mean is not above it, or MOST_RUNS are too few."""
     if runs.mean <= limit:
         return None
     return runs_needed(lambda n: n > 1 and power_above(runs.repeated(n), limit, alpha=alpha) >= POWER)
 
 
 def runs_needed(enough: Callable[[int], bool]) -> int | None:
-    """Smallest sufficient number of runs of each side, if any larger number suffices too; None: more than MOST_RUNS."""
+    """Smallest number of runs of each side from which any number suffices; None: more than MOST_RUNS."""
     if not enough(MOST_RUNS):
         return None
     low, high = 1, MOST_RUNS
@@ -182,14 +182,14 @@ class Contrast:
     """Noise of a mean, or of candidate - factor * baseline: its standard error, and the excess over Student's t that is
     required of the difference.
 
-    If the spread of a few skewed runs is small by chance, their mean is often far from the truth, but t treats it as
-    certain: 15 % of sets of 5 exponential runs pass at the margin by Welch's test if the other side has little noise.
+    If the spread of a few skewed runs is small by chance, their mean is often far from the truth, while t treats it as
+    certain: by Welch's test, 15 % of sets of 5 exponential runs pass at the margin if the other side has little noise.
     Successive runs that correlate by 0.3 pass 10 %. Skewed noise of successive runs is not covered."""
 
     error: float
     freedom: float
     skewness: float
-    """Weight of a run's skewness in that of the standardised mean: 1 / sqrt(n) for one side of n runs."""
+    """Weight of a run's skewness in the skewness of the standardised mean: 1 / sqrt(n) for one side of n runs."""
     are_successive: bool
 
     @classmethod
@@ -200,7 +200,8 @@ class Contrast:
 
     @classmethod
     def of(cls, candidate: Runs, baseline: Runs, factor: float, *, is_expected: bool = False) -> Contrast:
-        """Noise of two sides. is_expected: these are the true deviations, and measured ones differ by chance."""
+        """Noise of two sides. is_expected: the deviations are the true ones, from which measured ones differ by
+        chance."""
         runs = candidate, baseline
         stdevs = candidate.stdev, factor * baseline.stdev
         fewest, num = min(candidate.number, baseline.number), (candidate.number, baseline.number)

@@ -1,8 +1,8 @@
-"""The gate `convergence`: a candidate learns as well as the baseline, from as many samples, and not suspiciously fast.
+"""Gate `convergence`: does a candidate learn as well as the baseline, from as many samples, and not suspiciously fast?
 
-Runs of one side repeat each other with other seeds; one that did not finish has missed the target. A run's effort is
-the number of samples up to the first evaluation that reached the target, so it is known only in steps of the
-evaluations' distance. Its logarithm is compared, since efforts are skewed to the right."""
+Runs of one side repeat each other with different seeds; a run that did not finish has missed the target. The effort of
+a run is the number of samples up to the first evaluation that reached the target, which is known only to the distance
+between evaluations. Logarithms of efforts are compared, since efforts are skewed to the right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scaleray.release.gates.confidence import ALPHA, Better, Margin, Runs
 from scaleray.release.gates.policy import ConvergencePolicy
 
 LEAST_REFERENCE = 4
-"""Smallest number of runs of a reference point: two remain without the best and the worst."""
+"""Smallest number of runs of a reference point, of which two remain without the best and the worst."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ReferencePoint:
     batch_size: int
     mean: float
     stdev: float
-    """Standard deviation of all its runs, divided by n."""
+    """Standard deviation of all runs, with division by n."""
     number: int
     """Number of runs in the mean."""
 
@@ -58,14 +58,14 @@ def olympic(efforts: Sequence[float], *, left_out: int = 1) -> float:
 GATE = "convergence"
 TRAIN_MORE = "train more runs with other seeds: scaleray train -c FILE --seed N"
 COARSEST = 0.5
-"""Largest distance of two evaluations, as a share of the margin: a coarser one hides differences of that size."""
+"""Largest distance between two evaluations, as a share of the margin; a larger one hides differences of that size."""
 
 
 @dataclass(frozen=True)
 class Learning:
-    """Measures of how one run learned. samples_to_target: None if it ended without the target; value: of its last
-    evaluation, None if there was none; every_samples: samples between two evaluations, 0 if unknown; has_finished:
-    whether it finished, with the target or without."""
+    """Learning of one run. samples_to_target: None if it ended without the target. value: result of its last
+    evaluation, None if there was none. every_samples: samples between two evaluations, 0 if unknown. has_finished:
+    whether it finished, with or without the target."""
 
     samples_to_target: float | None
     value: float | None
@@ -78,7 +78,7 @@ class Learning:
 def convergence_gate(
     candidates: Sequence[Learning], baselines: Sequence[Learning], *, target: Target | None, policy: ConvergencePolicy
 ) -> GateResult:
-    """The gate's checks: enough runs, the target reached, effort, the last value, and not faster than chance."""
+    """The gate's checks: enough runs, target reached, effort, last value, and not faster than chance allows."""
     few = _enough(candidates, baselines, policy.min_runs)
     if not baselines or not candidates:
         return gate_of(GATE, [few])
@@ -103,13 +103,16 @@ def _enough(candidates: Sequence[Learning], baselines: Sequence[Learning], least
     what = "repeated runs"
     if min(len(candidates), len(baselines)) >= least:
         return Check(what=what, answer="pass", words=shown, numbers=numbers)
-    words = f"{shown}; the policy requires {least} of each"
+    words = f"{shown}; the policy requires {least} of each side"
     return Check(what=what, answer="inconclusive", words=words, numbers=numbers, runs_needed=least, remedy=TRAIN_MORE)
 
 
 def _reached(candidates: Sequence[Learning], baselines: Sequence[Learning], may_miss: int) -> Check:
     missed = [sum(run.samples_to_target is None for run in side) for side in (candidates, baselines)]
-    numbers = {"candidates that missed it": float(missed[0]), "baselines that missed it": float(missed[1])}
+    numbers = {
+        "candidates that missed the target": float(missed[0]),
+        "baselines that missed the target": float(missed[1]),
+    }
     what = "the target is reached"
     if unknown := sum(not run.is_known for run in (*candidates, *baselines)):
         words = f"{unknown} runs have no evaluation of its metric"
@@ -123,7 +126,7 @@ def _reached(candidates: Sequence[Learning], baselines: Sequence[Learning], may_
     if failed := sum(not run.has_finished for run in candidates):
         words += f"; {failed} did not finish"
     if missed[0] > may_miss or missed[0] == len(candidates):
-        remedy = "convergence.may_miss sets how many may end without it"
+        remedy = "convergence.may_miss sets how many may end without the target"
         return Check(what=what, answer="fail", words=words, numbers=numbers, remedy=remedy)
     return Check(what=what, answer="pass", words=words, numbers=numbers)
 
@@ -176,7 +179,7 @@ def _asked(
 def _not_faster(candidates: Sequence[float], baselines: Sequence[float], alpha: float) -> Check:
     what = "not faster than chance explains (MLPerf)"
     if min(len(candidates), len(baselines)) < LEAST_REFERENCE:
-        words = f"it takes {LEAST_REFERENCE} runs of each side, since the best and worst are left out"
+        words = f"{LEAST_REFERENCE} runs of each side are needed, as the best and the worst are omitted"
         numbers = {"candidates": float(len(candidates)), "baselines": float(len(baselines))}
         return Check(what=what, answer="inconclusive", words=words, numbers=numbers, runs_needed=LEAST_REFERENCE,
                      remedy=TRAIN_MORE)  # fmt: skip

@@ -1,6 +1,6 @@
-"""The gate `fingerprint`: candidate and baseline are the same code on the same data in the same kind of environment.
+"""Gate `fingerprint`: are candidate and baseline the same code on the same data in the same kind of environment?
 
-Different config keys are reported but not evaluated, since training on more workers changes some of them. Only the
+Different config keys are reported and not evaluated, since training on more workers changes some of them. Only the
 workload and its data must be the same."""
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ ABOUT_FILES = ("rows", "bytes", "sha256", "hashed", "tokens")
 CONTENT = "content"
 """Value of `hashed` if all bytes were hashed; otherwise only names and sizes were, or nothing."""
 LINK = f"{GPU}interconnect"
-"""Connection of GPUs: required for trainings on several GPUs."""
+"""Connection between GPUs, which is required for trainings on several GPUs."""
 
 
 def fingerprint_gate(
@@ -61,7 +61,7 @@ def _alike(
 
 def committed(states: Mapping[str, Mapping[str, Any]], policy: FingerprintPolicy) -> Check:
     """Whether the code is committed. states: git's state by name of the measurement."""
-    what = "code that a commit holds"
+    what = "code is committed"
     if unknown := [name for name, git in states.items() if git.get("is_dirty") is None]:
         words = f"it is unknown for {', '.join(unknown)}"
         answer: Answer = "pass" if policy.allow_uncommitted else "inconclusive"
@@ -89,8 +89,8 @@ def _known_hardware(runs: Sequence[RunRecord], may_differ: Sequence[str]) -> Che
 
 
 def _known_content(runs: Sequence[RunRecord], may_differ: Sequence[str]) -> Check:
-    """Whether the bytes of the data are known, since an equal number of rows, or equal file names, prove nothing."""
-    what = "data known by its content"
+    """Whether the bytes of the data are known, since equal numbers of rows or equal file names prove nothing."""
+    what = "content of the data is known"
     unknown = {
         f"{split} of {run.name} ({facts.get('hashed') or 'no hash'})": split
         for run in runs
@@ -103,7 +103,7 @@ def _known_content(runs: Sequence[RunRecord], may_differ: Sequence[str]) -> Chec
     keys = ", ".join(f"data.{split}" for split in dict.fromkeys(unknown.values()))
     remedy = (
         "train on arrays, or on Parquet and token files that are small enough to be hashed (docs/workloads.md); or "
-        f"set fingerprint.may_differ: [{keys}] if the team identifies the data otherwise"
+        f"set fingerprint.may_differ: [{keys}] if the team identifies the data in another way"
     )
     words = f"no run hashed the bytes of {', '.join(list(unknown)[:4])}"
     return Check(what=what, answer="inconclusive", words=words, remedy=remedy)

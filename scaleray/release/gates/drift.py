@@ -1,10 +1,10 @@
-"""Gates `speed` and `data`: do recent runs still match those of a promoted model? `convergence` evaluates how they
-learn. Byte-identical data needs no further check.
+"""Gates `speed` and `data`: do recent runs still match those of a promoted model? The gate `convergence` evaluates how
+they learn. Byte-identical data needs no further check.
 
 Columns are compared by the shares of their rows, for any distribution. A check passes if the largest difference of
 shares is below the margin by the noise of a share, and fails if it is above the margin by the noise of the largest
-difference (Dvoretzky, Kiefer and Wolfowitz 1956; Massart 1990), so that all checks of the same data together fail with
-at most `alpha`. Shares of single values are bounded by Clopper and Pearson (1934)."""
+difference (Dvoretzky, Kiefer and Wolfowitz 1956; Massart 1990), so that checks of unchanged data fail with a total
+probability of at most `alpha`. Shares of single values are bounded by Clopper and Pearson (1934)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,9 +24,9 @@ SPEED, DATA = "speed", "data"
 NONE_TODAY = "there is no recent run to compare"
 TRAIN_AGAIN = "train and promote it again: records now have the distribution of each column"
 LARGEST_OF_NINE_IN_TEN = 1.224
-"""Largest difference of 9 in 10 pairs of samples of the same data, in units of a share's noise (Kolmogorov 1933)."""
+"""Largest difference in 9 of 10 pairs of samples of the same data, in units of a share's noise (Kolmogorov 1933)."""
 SUCCESSIVE = 2
-"""Rows that count as one for passing, since neighbouring rows may be similar."""
+"""Number of rows that count as one for passing, since neighbouring rows may be similar."""
 CHECKS_A_COLUMN = 3
 """Most checks of the values of one column."""
 Facts = Mapping[str, Any]
@@ -47,7 +47,7 @@ def speed_gate(today: Sequence[RunRecord], promoted: Sequence[RunRecord], *, pol
     checks.append(compared("s per sample", sides, margin, better="lower", alpha=policy.alpha, min_runs=policy.min_runs,
                            of_logs=True))  # fmt: skip
     if min(map(len, times)) < policy.min_runs:
-        words = f"{len(times[0])} and {len(times[1])} runs; the policy requires {policy.min_runs} of each"
+        words = f"{len(times[0])} and {len(times[1])} runs; the policy requires {policy.min_runs} of each side"
         checks.append(Check(what="repeated runs", answer="inconclusive", words=words, runs_needed=policy.min_runs))
     return gate_of(SPEED, checks)
 
@@ -144,12 +144,12 @@ def _values(where: str, mine: Facts, theirs: Facts, policy: DriftPolicy, alpha: 
     checks: list[Check] = []
     known = theirs.get("values", {})
     if known and "values" not in mine and "quantiles" not in mine:
-        words = f"there were {len(known)} values, and now there are too many to count individually"
+        words = f"there were {len(known)} values; now there are too many to count individually"
         checks.append(Check(what=f"values of {where}", answer="inconclusive", words=words))
     if known and "values" in mine:
         new = {value: count for value, count in mine["values"].items() if value not in known}
         once = sum(count == 1 for count in known.values())
-        shown = f"new: {', '.join(list(new)[:8])}" if new else f"{len(mine['values'])} of {len(known)} known ones"
+        shown = f"new: {', '.join(list(new)[:8])}" if new else f"{len(mine['values'])} of {len(known)} known values"
         checks.append(_new(f"values of {where}", sum(new.values()), once, rows, shown, policy, alpha))
     bad = [round(share * number) for share, number in zip(_not_finite(sides), rows, strict=True)]
     if bad[0] and not bad[1]:
@@ -166,13 +166,13 @@ def _new(
     what: str, number: int, once: int, rows: Sequence[int], words: str, policy: DriftPolicy, alpha: float
 ) -> Check:
     """Whether few enough rows have a value that the promoted data lacked. once: number of values that occurred in
-    exactly one promoted row, which predicts unseen ones (Good and Turing)."""
+    exactly one promoted row, which predicts unseen values (Good and Turing)."""
     share = number / rows[0]
     least = float(betaincinv(number, rows[0] - number + 1, alpha)) if number else 0.0
     most = _highest_share(number / SUCCESSIVE, rows[0] / SUCCESSIVE, policy.alpha)
     unseen = _highest_share(once, rows[1], alpha)
     answer: Answer = "fail" if least > policy.max_new + unseen else "pass" if most <= policy.max_new else "inconclusive"
-    words += f": {100 * share:.3g} % of the rows, where {100 * policy.max_new:.3g} % may be"
+    words += f": {100 * share:.3g} % of the rows; {100 * policy.max_new:.3g} % are allowed"
     return Check(what=what, answer=answer, words=words, numbers={"share": share, "low": least, "high": most})
 
 
@@ -183,7 +183,7 @@ def _apart(what: str, distance: float, rows: Sequence[int], policy: DriftPolicy,
     noise = float(ndtri(1 - policy.alpha)) / 2 * math.sqrt(SUCCESSIVE)
     within = distance + noise / math.sqrt(number)
     answer: Answer = "fail" if beyond > margin else "pass" if within < margin else "inconclusive"
-    words = f"shares of rows differ by {distance:.3g} at most, where {margin:g} is allowed"
+    words = f"shares of rows differ by {distance:.3g} at most; {margin:g} is allowed"
     needed = math.ceil(2 * ((LARGEST_OF_NINE_IN_TEN + noise) / margin) ** 2)
     if answer == "inconclusive":
         words += f"; {rows[0]} and {rows[1]} rows were read"
@@ -206,7 +206,7 @@ def _distance(mine: Facts, theirs: Facts) -> float | None:
 
 def _not_finite(sides: Sequence[Facts]) -> list[float]:
     """Share of rows without a finite mean, for each side; 0 for columns that are not numbers. A side may have no finite
-    row."""
+    rows."""
     if not any("quantiles" in one for one in sides):
         return [0.0 for _ in sides]
     return [1 - one.get("finite_rows", 0) / one["rows"] for one in sides]

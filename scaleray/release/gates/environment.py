@@ -1,4 +1,4 @@
-"""The code and the environment of a measurement, as flat facts that can be compared.
+"""Code and environment of a measurement, as flat facts that can be compared.
 
 The driver records its own machine, which may be a head node without GPUs. If workers reported theirs, these facts
 replace the driver's: kinds of GPU (not their number), driver, CUDA, cuDNN and NCCL, kernel and torch."""
@@ -11,18 +11,18 @@ from scaleray.records.run_record import RunRecord
 
 GPU = "environment.accelerators."
 KNOWN_OF_GPUS = ("names", "driver", "cuda", "cudnn", "nccl")
-"""Required facts of GPUs that were used."""
+"""Facts that are required of the GPUs in use."""
 NO_FACTS = ("nvml_error",)
-"""Keys of the accelerators that are not properties of them."""
+"""Keys of accelerators that are not properties of the accelerators."""
 OF_WORKERS = {"cpu": "environment.cpu.model", "os": "environment.os", "torch": "environment.packages.torch"}
-"""Further facts that workers report of their machines, and the driver's fact that each replaces."""
+"""Further facts that workers report about their machines, and the driver's facts that they replace."""
 MISSING = "missing"
 Facts = Mapping[str, Any]
 
 
 def facts_of_environment(environment: Facts, workers: Sequence[Facts] = ()) -> dict[str, Any]:
     """Code and environment as `reproducibility.fingerprint.environment` recorded them, as dotted keys. workers:
-    hardware of each worker or kind of worker; if empty, only the driver's is known."""
+    hardware of each worker or kind of worker; if empty, only the driver's hardware is known."""
     found = {}
     for key, value in leaves(jsonable(environment)):
         section = "code" if key.startswith("git.") else "environment"
@@ -61,7 +61,7 @@ def unknown_of_gpus(facts: Facts, may_differ: Sequence[str] = ()) -> list[str]:
 
 
 def unlike(here: Facts, there: Facts, may_differ: Sequence[str]) -> list[str]:
-    """Keys whose values differ, as text, without those that may differ."""
+    """Keys whose values differ, as text, except those that may differ."""
     keys = sorted({*here, *there})
     return [
         f"{key} is {here.get(key, MISSING)} and {there.get(key, MISSING)}"

@@ -1,5 +1,5 @@
-"""The gate `equality`: a certificate of `scaleray verify` shows that the candidate's kind of training equals that of
-one process, for this config, number of workers and environment."""
+"""Gate `equality`: does a certificate of `scaleray verify` show that the candidate's kind of training equals that of
+one process, for this config, number of workers and environment?"""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class NamedCertificate:
 
 @dataclass(frozen=True)
 class Verified:
-    """Required subject of a certificate: the kind of training of a run or a study. facts: of code and
-    environment; folder: the one with its config.yaml.
+    """Required subject of a certificate: the kind of training of a run or a study. facts: facts about code and
+    environment. folder: folder with its config.yaml.
     """
 
     strategy: str
@@ -62,7 +62,7 @@ def equality_gate(
     may_differ: Sequence[str] = (),
     now: float | None = None,
 ) -> GateResult:
-    """The gate's check, by the best matching certificate. now: seconds since 1970, by default the current time."""
+    """The gate's check, with the best matching certificate. now: seconds since 1970, by default the current time."""
     what = f"{run.strategy} on {quantity(run.workers, 'worker')} equals one process"
     config = shlex.quote(f"{run.folder}/config.yaml")
     remedy = f"scaleray verify -c {config} --strategies {run.strategy} --world-sizes {run.workers}"
@@ -113,7 +113,7 @@ def _why_not(
         reasons.append(f"its bound {one.bound:g} is above equality.max_bound {policy.max_bound:g}")
     age = (now - one.written_at) / DAY_S
     if policy.max_age_days is not None and age > policy.max_age_days:
-        reasons.append(f"it is {age:.0f} days old, and equality.max_age_days is {policy.max_age_days:g}")
+        reasons.append(f"it is {age:.0f} days old, above equality.max_age_days {policy.max_age_days:g}")
     reasons += unlike(_trained(one.config), _trained(run.config), may_differ)
     # where nothing is known of its workers, GPUs of the machine that asked for it are no part of a run on CPUs
     workers = one.workers or ([{"device": "cpu"}] if run.is_on_cpus else [])

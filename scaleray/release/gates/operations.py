@@ -20,8 +20,8 @@ def operations_gate(
     policy: OperationsPolicy,
     endured: Sequence[RunRecord] = (),
 ) -> GateResult:
-    """Checks of all candidates. alerts: content of each one's alerts.jsonl; None: not read. endured: further runs
-    of the same training that were interrupted, resumed and finished."""
+    """Checks of all candidates. alerts: content of each candidate's alerts.jsonl; None if it was not read. endured:
+    further runs of the same training that were interrupted, resumed and finished."""
     checks = [_finished(runs)]
     if policy.max_nonfinite_steps is not None:
         checks.append(_at_most("steps that were not finite", runs, lambda run: float(run.nonfinite_steps),
@@ -34,7 +34,7 @@ def operations_gate(
     if policy.min_faults_survived is not None:
         checks.append(_faults_survived([*runs, *endured], policy.min_faults_survived))
     if policy.min_memory_headroom is not None:
-        remedy = "smaller batch.micro_size, or activations.checkpoint"
+        remedy = "smaller batch.micro_size, or activations.checkpointing"
         checks.append(_at_least("memory left at the peak", runs, _headroom, policy.min_memory_headroom, remedy))
     if policy.no_alerts_of:
         checks.append(_alerts(runs, alerts or [None] * len(runs), policy.no_alerts_of))
@@ -66,14 +66,14 @@ def _goodput(runs: Sequence[RunRecord], least: float) -> Check:
         words = f"{UNMEASURED} in {', '.join(missing[:4])}"
         return Check(what=what, answer="inconclusive", words=words, remedy=remedy)
     if len(values) < 2:
-        words = f"{values[0]:.4g} in one run, which does not show the spread between runs"
+        words = f"{values[0]:.4g} in a single run, which does not show the spread between runs"
         return Check(what=what, answer="inconclusive", words=words, numbers={"goodput": values[0]}, runs_needed=2,
                      remedy=TRAIN_MORE)  # fmt: skip
     measured = Runs.of(values, are_successive=True)
     answer, low, high = above(measured, least)
     words = f"{measured.mean:.4g} ({low:.4g} to {high:.4g}) in {len(values)} runs"
     if answer == "inconclusive":
-        words += f"; the interval holds {least:g}"
+        words += f"; the interval contains {least:g}"
         remedy = TRAIN_MORE
     return Check(
         what=what, answer=answer, words=words, numbers={"goodput": measured.mean, "low": low, "high": high},
@@ -136,7 +136,7 @@ def _without_checkpoint_s(run: RunRecord) -> float | None:
 
 
 def _headroom(run: RunRecord) -> float | None:
-    """Share of free memory on the worker with the least; None if a capacity is unknown, as on CPUs."""
+    """Share of free memory on the worker with the least of it; None if a capacity is unknown, as on CPUs."""
     left = [
         1 - peak / part["device_bytes"]
         for peak, part in zip(run.peak_memory_bytes, run.memory, strict=False)

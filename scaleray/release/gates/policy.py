@@ -1,7 +1,7 @@
 """Requirements of a team on a model before it goes into production: one section for each gate.
 
-A key that is left out keeps its default; None disables a check. A requirement whose fact is unknown makes a gate
-inconclusive, never passed."""
+An omitted key has its default; None disables a check. A requirement whose fact is unknown makes a gate inconclusive,
+never passed."""
 
 import re
 from typing import Annotated, Literal
@@ -13,10 +13,10 @@ from scaleray.release.gates.confidence import ALPHA, Better
 
 
 class FingerprintPolicy(Settings):
-    """Common facts of candidate and baseline."""
+    """Facts that candidate and baseline must have in common."""
 
     may_differ: tuple[str, ...] = ("environment.memory_gib", "environment.cpu.cores", "environment.cpu.threads")
-    """Beginnings of keys that may differ, of `code.`, `environment.` and `data.`."""
+    """Prefixes of keys below `code.`, `environment.` and `data.` that may differ."""
     allow_uncommitted: bool = False
     """Whether runs with uncommitted changes may pass."""
 
@@ -38,30 +38,30 @@ class ScalingPolicy(Settings):
     mode: Literal["strong", "weak"] = "strong"
     """Curve that is evaluated."""
     base_workers: Annotated[int, Field(ge=1)] = 1
-    """Largest number of workers that a study may begin with: its efficiency is relative to that."""
+    """Largest number of workers with which a study may begin; its efficiency is relative to this number."""
     min_launches: Annotated[int, Field(ge=2)] = 3
-    """Fewest measurements of a number of workers: a single one does not show the spread."""
+    """Fewest measurements of a number of workers; a single measurement does not show the spread."""
 
 
 class ConvergencePolicy(Settings):
-    """Largest amount by which the candidate may learn worse than the baseline, and the proof required."""
+    """Largest amount by which the candidate may learn worse than the baseline, and the required proof."""
 
     target: Target | None = None
     """Target for which samples are compared, such as `test/accuracy >= 0.97`; None: the config's own `stop.at`."""
     margin: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Largest share by which the candidate may need more samples to the target."""
     metric: str | None = None
-    """Metric of the last evaluation that is compared as well, and whether less or more of it is better, such as
-    `test/loss min`; None: the target's."""
+    """Metric of the last evaluation to compare in addition, and its better direction, such as `test/loss min`; None:
+    the target's."""
     metric_margin: Annotated[float, Field(gt=0)] = 0.01
     """Largest amount by which the candidate's metric may be worse, in the metric's own unit."""
     ask_for: Literal["not worse", "equal"] = "not worse"
     """Whether the candidate may be better by more than the margin."""
     not_faster_than_chance: bool = False
-    """Whether a candidate that needs suspiciously few samples fails, by MLPerf's test: only for unchanged recipes,
-    since it refuses better ones."""
+    """Whether a candidate that needs suspiciously few samples fails, by MLPerf's test. Only for unchanged recipes, as
+    it refuses better ones."""
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = ALPHA
-    """Probability to pass at the margin, of each test."""
+    """Probability of passing at the margin, for each test."""
     min_runs: Annotated[int, Field(ge=2)] = 5
     """Fewest runs of each side."""
     may_miss: Annotated[int, Field(ge=0)] = 0
@@ -71,7 +71,7 @@ class ConvergencePolicy(Settings):
     @classmethod
     def _has_direction(cls, metric: str | None) -> str | None:
         if metric is not None and not re.fullmatch(r"\S+/\S+ (min|max)", metric):
-            raise ValueError("it must be a metric and its better direction, min or max: test/loss min")
+            raise ValueError("it must be a metric and its better direction, min or max, such as test/loss min")
         return metric
 
     @property
@@ -86,13 +86,13 @@ class ConvergencePolicy(Settings):
 
 
 class OperationsPolicy(Settings):
-    """Required operation of every candidate."""
+    """Requirements on the operation of every candidate."""
 
     min_goodput: Annotated[float | None, Field(gt=0, le=1)] = None
     """Smallest share of a run's time in productive steps; the lower end of the interval over the candidates must
     be above it."""
     max_checkpoint_interval_s: Annotated[float | None, Field(gt=0)] = None
-    """Longest measured training time without a checkpoint, in s: the work that a lost worker would cost."""
+    """Longest measured training time without a checkpoint, in s: the work lost with a worker."""
     min_faults_survived: Annotated[int | None, Field(ge=1)] = None
     """Fewest times that finished runs of this training resumed from a checkpoint after a fault."""
     min_memory_headroom: Annotated[float | None, Field(ge=0, lt=1)] = None
@@ -100,7 +100,7 @@ class OperationsPolicy(Settings):
     max_nonfinite_steps: Annotated[int | None, Field(ge=0)] = 0
     """Most steps whose loss or gradient was not finite."""
     no_alerts_of: tuple[str, ...] = ("critical",)
-    """Severities of which no alert may have been raised."""
+    """Severities at which no alert may have been raised."""
 
 
 class DriftPolicy(Settings):
@@ -113,10 +113,10 @@ class DriftPolicy(Settings):
     """Largest difference between the shares of rows below any value of a column (the distance of Kolmogorov and
     Smirnov): 0.15 if normal rows have moved by 0.38 of their standard deviation."""
     max_new: Annotated[float, Field(gt=0, lt=1)] = 0.01
-    """Largest share of rows with a value that the promoted data did not have, such as a new label, or one that is not
-    finite."""
+    """Largest share of rows with a value that the promoted data lacked, such as a new label, or with a non-finite
+    one."""
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = ALPHA
-    """Probability to pass at a margin, of each test."""
+    """Probability of passing at a margin, for each test."""
     min_runs: Annotated[int, Field(ge=2)] = 3
     """Fewest runs of each side for comparing speed."""
 

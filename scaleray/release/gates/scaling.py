@@ -1,8 +1,8 @@
-"""The gate `scaling`: the efficiency of a number of workers, by a scaling study, is above the policy's limit.
+"""Gate `scaling`: is the efficiency of a number of workers, by a scaling study, above the policy's limit?
 
 The lower end of an interval counts, so that one lucky measurement does not pass. It is `SUCCESSIVE` times as far away
-as that of the study's 95 % interval, since measurements are successive: with 3 skewed ones of one worker and 30 of
-four, 6.5 % passed."""
+as the end of the study's 95 % interval, since measurements are successive: with 3 skewed measurements of one worker and
+30 of four workers, 6.5 % passed."""
 
 import math
 import shlex
@@ -22,9 +22,7 @@ UNREAL = {"emulated": "its compute was a timed sleep", "oversubscribed": "its wo
 def scaling_gate(study: StudyRecord | None, *, workers: int, policy: ScalingPolicy) -> GateResult:
     """The gate's check. workers: number of workers of the candidate."""
     if workers == 1:
-        return gate_of(
-            GATE, [Check(what="efficiency", answer="pass", words="one worker is the reference of the others")]
-        )
+        return gate_of(GATE, [Check(what="efficiency", answer="pass", words="one worker is the reference")])
     what = f"efficiency of {workers} workers ({policy.mode}) above {policy.min_efficiency:g}"
     if study is None:
         words, remedy = "there is no scaling study", study_command(None, workers, policy, policy.min_launches)
@@ -82,7 +80,7 @@ def _check(what: str, found: CurvePoint, study: StudyRecord, policy: ScalingPoli
     if efficiency.high < limit:
         remedy = "scaleray profile RUN shows what the workers wait for"
         return Check(what=what, answer="fail", words=shown, numbers=numbers, remedy=remedy)
-    words = f"{shown}; the interval holds {limit:g}"
+    words = f"{shown}; the interval contains {limit:g}"
     if needed is None:
         words += ", and no number of measurements would prove this efficiency above it"
     else:
@@ -108,14 +106,14 @@ def _power(noise: Runs, limit: float) -> float:
 
 
 def _turns_needed(noise: Runs, limit: float) -> int | None:
-    """Smallest number of measurements with which the check passes 9 times of 10; None if there is none."""
+    """Smallest number of measurements with which the check passes 9 times out of 10; None if there is none."""
     if noise.mean <= math.log(limit):
         return None
     return runs_needed(lambda turns: turns > 1 and _power(noise.repeated(turns), limit) >= POWER)
 
 
 def _noise(found: CurvePoint) -> Runs:
-    """Logarithm of the efficiency as if each measurement gave one, with noise derived from the lower end of its
+    """Logarithm of the efficiency as if each measurement gave a value, with noise derived from the lower end of its
     interval."""
     value, turns = found.efficiency.value, len(found.point.turns)
     half = math.log(value / found.efficiency.low)

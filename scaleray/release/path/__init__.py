@@ -1,1 +1,1 @@
-"""`scaleray path`: the way from a baseline to a promoted model, one command after another."""
+"""`scaleray path`: from a baseline to a promoted model, one command after another."""

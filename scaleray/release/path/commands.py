@@ -1,4 +1,4 @@
-"""Commands of a path as separate processes: their printed JSON is the result, and their logs are stored."""
+"""Run the commands of a path as separate processes: their printed JSON is the result, and their logs are stored."""
 
 import contextlib
 import json
@@ -30,7 +30,8 @@ LOOK_S = 0.05
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a task. code: exit code; folder: output folder; words: summary of its record, or why there is none."""
+    """Result of a task. code: exit code. folder: output folder. words: summary of its record, or the reason why there
+    is none."""
 
     code: int
     words: str = ""
@@ -39,7 +40,7 @@ class Outcome:
 
 
 def ran(path: PathRecord, task: PathTask, words: Sequence[str]) -> Outcome:
-    """Run a command and return its outcome. An interrupted training resumes."""
+    """Run a command and return its outcome. An interrupted training is resumed."""
     folder = folder_of(words)
     code, printed, said = run_command(current_command(words), log=log_of(path, task))
     figures = of_training(folder, path.target) if code == 0 and folder is not None else {}
@@ -49,9 +50,9 @@ def ran(path: PathRecord, task: PathTask, words: Sequence[str]) -> Outcome:
 
 
 def run_command(words: Sequence[str], *, log: Path) -> tuple[int, dict[str, Any], str]:
-    """Exit code of a command, its printed JSON, and its last words; its log is appended to `log`.
+    """Run a command; returns its exit code, printed JSON and last message. Its log is appended to `log`.
 
-    It has no pipe to this process, so it can finish if this process is killed."""
+    It has no pipe to this process, so it can finish even if this process is killed."""
     command, said = [sys.executable, "-m", "scaleray", *words, "--json"], list[str]()
     with (
         held(log) as lock,
@@ -77,8 +78,8 @@ def run_command(words: Sequence[str], *, log: Path) -> tuple[int, dict[str, Any]
 
 @contextlib.contextmanager
 def held(log: Path) -> Iterator[int]:
-    """A lock on a task's log that its command inherits: it is held until the command has ended, even if this process is
-    killed before. Waits for the command of an earlier call."""
+    """Lock a task's log. The command inherits the lock and holds it until its end, even if this process is killed
+    before. Waits for the command of an earlier call."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file:
         if not lock(file):
@@ -96,7 +97,7 @@ def _last_words(said: str) -> str:
 
 
 def current_command(words: Sequence[str]) -> list[str]:
-    """The command, or, for an interrupted training, the one that resumes it."""
+    """The command itself, or the command that resumes an interrupted training."""
     folder = folder_of(words)
     if folder is None or not (folder / "run.json").is_file():
         return list(words)
@@ -153,8 +154,8 @@ def _measured(record: RunRecord) -> dict[str, Any]:
 
 
 def _to_target(run: FoundRun, record: RunRecord, target: Target) -> dict[str, Any]:
-    """Samples and seconds to the target. Seconds are wall-clock time since the training began, including its start,
-    evaluations and checkpoints; they are unknown for an interrupted training."""
+    """Samples and seconds to the target. Seconds are wall-clock time from the start of the training, including
+    start-up, evaluations and checkpoints; they are unknown for an interrupted training."""
     learned = learning(run, target, None)
     found: dict[str, Any] = {target.metric: learned.value, "samples to target": learned.samples_to_target}
     batch = float(record.derived.get("global_batch_size") or 0)
@@ -168,7 +169,7 @@ def _to_target(run: FoundRun, record: RunRecord, target: Target) -> dict[str, An
 
 
 def finite(values: dict[str, Any]) -> dict[str, float]:
-    """The finite numbers among the values."""
+    """Values that are finite numbers."""
     return {
         name: float(value)
         for name, value in values.items()

@@ -1,4 +1,4 @@
-"""Trainings of a path with further checks: one that is killed and resumes, and a long one."""
+"""Trainings of a path with further checks: one that is killed and resumed, and a long one."""
 
 import contextlib
 import os
@@ -38,7 +38,8 @@ LIMIT_S = 3600.0
 
 
 def killed_and_resumed(path: PathRecord, task: PathTask, words: Sequence[str]) -> Outcome:
-    """Kill a training once it has a checkpoint, continue it, and compare its end with that of an undisturbed one."""
+    """Kill a training once it has a checkpoint, resume it, and compare its result with that of an undisturbed
+    training."""
     folder = folder_of(words)
     assert folder is not None
     if not _was_killed(folder):
@@ -55,8 +56,7 @@ def killed_and_resumed(path: PathRecord, task: PathTask, words: Sequence[str]) -
 
 
 def _was_killed(folder: Path) -> bool:
-    """Whether a folder has a training that was killed once it had a checkpoint, and that can continue or has
-    continued."""
+    """Whether a folder has a training that was killed with a checkpoint and that can resume or has resumed."""
     if not is_finished(folder):
         return _has_checkpoint(folder)
     record = record_in(folder)
@@ -64,8 +64,7 @@ def _was_killed(folder: Path) -> bool:
 
 
 def _killed(words: Sequence[str], folder: Path, log: Path) -> bool:
-    """Start a training and kill it with all its processes once it has a checkpoint; returns whether it had one in
-    time."""
+    """Start a training and kill all its processes once it has a checkpoint; returns whether it had one in time."""
     command = [sys.executable, "-m", "scaleray", *words, "--json"]
     with held(log) as lock, log.open("a") as kept:
         process = subprocess.Popen(command, stdout=kept, stderr=kept, start_new_session=True, pass_fds=[lock])
@@ -110,7 +109,7 @@ def _compared(path: PathRecord, folder: Path) -> Outcome:
 
 
 def evaluated_soak(path: PathRecord, outcome: Outcome, words: Sequence[str]) -> Outcome:
-    """Check a long training after its end: alerts, steps that were not finite, and drift of its speed."""
+    """Check a finished long training: alerts, non-finite steps, and drift of its speed."""
     folder = folder_of(words)
     record = None if folder is None else record_in(folder)
     if outcome.code or record is None or folder is None:
@@ -122,7 +121,7 @@ def evaluated_soak(path: PathRecord, outcome: Outcome, words: Sequence[str]) -> 
     drift = _drift(folder)
     parts = [f"{record.steps} steps in {record.total_time_s:.0f} s", record.alerts_in_words() or "no alert"]
     if drift is not None:
-        parts.append(f"a step of its last quarter takes {drift:.2f} x one of its second")
+        parts.append(f"a step in its last quarter takes {drift:.2f} x as long as in its second quarter")
     if too_many:
         parts.append(f"{record.nonfinite_steps} steps were not finite")
     figures = {**outcome.figures, **finite({"drift": drift, "alerts": len(record.alerts)})}
@@ -130,7 +129,7 @@ def evaluated_soak(path: PathRecord, outcome: Outcome, words: Sequence[str]) -> 
 
 
 def _drift(folder: Path) -> float | None:
-    """Median step time of the last quarter over that of the second, which is not slowed by the start."""
+    """Ratio of the last quarter's median step time to the second quarter's, which is not slowed by the start."""
     try:
         times = [row["step_time_s"] for row in step_rows((folder / "steps.csv").read_text())]
     except OSError:

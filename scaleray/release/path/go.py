@@ -28,7 +28,7 @@ RUNBOOK = "runbook.md"
 
 
 def write_runbook(path: PathRecord) -> Outcome:
-    """Write the runbook of a path into its folder."""
+    """Write the runbook of a path to its folder."""
     place = Path(path.folder) / RUNBOOK
     write_whole(place, runbook(path))
     return Outcome(0, f"wrote {place.name}", folder=str(place))
@@ -100,18 +100,18 @@ def _alerts(path: PathRecord) -> str:
 
 
 def _limits(path: PathRecord) -> list[str]:
-    """Measured limits of alerts, from the promotion's pipeline."""
+    """Measured alert limits, from the promotion's pipeline."""
     try:
         pins = load_json((Path(path.folder) / PIPELINE / PINS).read_bytes())
     except (OSError, ValueError):
         return []
     lines = [f"- {line}" for line in pins.get("alert_limits") or ()]
-    words = f"Limits in `{PIPELINE}/{ALERTS}` and in its job, from measurements; others are the defaults:"
+    words = f"Measured limits in `{PIPELINE}/{ALERTS}` and in its job; all other limits are the defaults:"
     return ["\n".join([words, "", *lines])] if lines else []
 
 
 FORCE = "--force"
-"""Option of a study that reuses no earlier measurements."""
+"""Option with which a study reuses no earlier measurements."""
 
 
 def next_on_path(name: str | None = None, *, until: str | None = None, say: Say = lambda text: None) -> PathRecord:
@@ -133,9 +133,9 @@ def next_on_path(name: str | None = None, *, until: str | None = None, say: Say 
 
 
 def steps_ahead(name: str | None = None, *, until: str | None = None) -> list[PathTask]:
-    """The next task of a path, or all open ones until a step is done or a person must decide, without running them.
+    """The next task of a path, or all open tasks until a step is done or a person must decide, without running them.
 
-    The first has its current command; later ones need the results of earlier ones."""
+    The first task has its final command; later commands need the results of earlier tasks."""
     last = STEPS.index(_step(until)) if until is not None else None
     path, found = find_path(name), list[PathTask]()
     for task in path.tasks:
@@ -156,10 +156,10 @@ def _step(name: str) -> str:
 
 
 def skip_on_path(task: str, reason: str, *, name: str | None = None) -> PathRecord:
-    """Skip a task, with a reason shown in the status. Raises UsageError for an unknown one."""
+    """Skip a task, with a reason shown in the status. Raises UsageError for an unknown task."""
     path = find_path(name)
     if not reason.strip():
-        raise UsageError("--reason", None, "readers of the path see it")
+        raise UsageError("--reason", None, "it is shown to readers of the path")
     with locked(path) as path:
         known = _known(path, task)
         _refuse_running(path, [known])
@@ -170,7 +170,7 @@ def skip_on_path(task: str, reason: str, *, name: str | None = None) -> PathReco
 
 
 def redo_on_path(task: str, reason: str = "", *, name: str | None = None) -> PathRecord:
-    """Reopen a task and all later ones that were not skipped. The runs of trainings are set aside."""
+    """Reopen a task and all later tasks that were not skipped. The runs of trainings are moved aside."""
     path = find_path(name)
     with locked(path) as path:
         first = path.tasks.index(_known(path, task))
@@ -183,8 +183,8 @@ def redo_on_path(task: str, reason: str = "", *, name: str | None = None) -> Pat
 
 
 def _opened(task: PathTask, fresh: PathTask) -> PathTask:
-    """Reset a task; its files are moved aside and can still be read. A started study measures everything again instead
-    of reusing its measurements."""
+    """Reset a task; its files are moved aside and remain readable. A started study measures everything again instead of
+    reusing its measurements."""
     is_promotion = "--pipeline" in task.command and "--verify" not in task.command
     folder = Path(task.command[task.command.index("--pipeline") + 1]) if is_promotion else folder_of(task.command)
     if folder is not None:
@@ -240,7 +240,7 @@ def _advised(path: PathRecord, advice: str) -> PathRecord:
 
 
 def _refuse_running(path: PathRecord, tasks: Sequence[PathTask]) -> None:
-    """Raise UsageError for a task whose command still runs although its call was killed."""
+    """Raise UsageError for a task whose command is still running although its call was killed."""
     for task in tasks:
         if task.status == "running":
             hint = f"wait for it, or end it; its log is {log_of(path, task)}"

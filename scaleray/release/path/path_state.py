@@ -1,4 +1,4 @@
-"""The state of a path: one folder, with which a colleague can continue."""
+"""State of a path, in a folder with which a colleague can continue."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from scaleray.release.promote.pipeline import KINDS
 
 LOCK, SQLITE = ".lock", "sqlite:///"
 SOAK = 3
-"""Length of the long training, in multiples of the job's."""
+"""Length of the long training, as a multiple of the job's length."""
 
 
 def start_path(
@@ -52,12 +52,12 @@ def start_path(
 ) -> PathRecord:
     """Begin a path: a folder with the job, the policy and the tasks.
 
-    config: YAML file of the training. target: metric, >= or <=, and a value. workers: of the distributed training.
-    runs: trainings of each side; with fewer than the policy requires, the gates answer `inconclusive`. name: of the
-    path, by default that of the experiment. model: name in MLflow's registry, by default the path's. policy: of the
-    gates, whose target is `target`. cluster: for the planner's advice, as for `plan`. kind: of cluster for the promoted
-    model's pipeline, as for `promote`. soak: length of the long training, by default three times the job's. Raises
-    ConfigError, and UsageError for a name that is taken, and then leaves nothing behind."""
+    config: YAML file of the training. target: metric, >= or <=, and a value. workers: number for the distributed
+    training. runs: trainings of each side; with fewer than the policy requires, the gates answer `inconclusive`. name:
+    of the path, by default the experiment's. model: name in MLflow's registry, by default the path's. policy: of the
+    gates; its target becomes `target`. cluster: for the planner's advice, as for `plan`. kind: kind of cluster for the
+    promoted model's pipeline, as for `promote`. soak: length of the long training, by default three times the job's.
+    Raises ConfigError, or UsageError for a name that is taken, and then leaves no files behind."""
     wanted = _target(target, workers, runs)
     if kind not in KINDS:
         raise UsageError("--kind", kind, f"it must be one of {', '.join(KINDS)}")
@@ -125,7 +125,7 @@ def _notes(runs: int, policy: Policy) -> list[str]:
 
 
 def _of_code(policy: Policy) -> list[str]:
-    """Notes on facts of the code that the gate `fingerprint` will lack, reported before any training."""
+    """Notes on facts about the code that the gate `fingerprint` will miss, reported before any training."""
     state = git_state(Path.cwd())
     if not state:
         return ["this folder has no commit: the gate fingerprint will be inconclusive; start in a checkout"]
@@ -135,7 +135,7 @@ def _of_code(policy: Policy) -> list[str]:
 
 
 def _refuse_taken(path: PathRecord) -> None:
-    """Raise UsageError for a path of this name."""
+    """Raise UsageError if a path has this name."""
     if (Path(path.folder) / STATE).exists():
         raise UsageError.problem(
             "The path",
@@ -145,7 +145,7 @@ def _refuse_taken(path: PathRecord) -> None:
 
 
 def _job(config: RunConfig, file: Path) -> dict[str, Any]:
-    """The config in the form of a file, with the absolute path of the workload's file."""
+    """The config as written in a file, with the absolute path of the workload's file."""
     values: dict[str, Any] = jsonable(config.to_dict())
     target, colon, attribute = config.workload.name.partition(":")
     if target.endswith(".py"):
@@ -158,7 +158,7 @@ def _job(config: RunConfig, file: Path) -> dict[str, Any]:
 
 
 def find_path(name: str | None) -> PathRecord:
-    """The path in a folder, the one of a name in the default storage path, or the only one. Raises UsageError."""
+    """Find the path in a folder, by name in the default storage path, or the only one. Raises UsageError."""
     root = Path(default_storage_path())
     if name is not None:
         for folder in (Path(name).expanduser(), root / f"path-{name}", root / name):
@@ -179,7 +179,7 @@ def find_path(name: str | None) -> PathRecord:
 
 
 def read(folder: Path) -> PathRecord:
-    """The path in a folder. Raises UsageError for a damaged one."""
+    """Read the path in a folder. Raises UsageError if it is damaged."""
     try:
         found = PathRecord.read(folder / STATE)
     except (OSError, ValueError) as exc:
@@ -193,7 +193,8 @@ def read(folder: Path) -> PathRecord:
 
 
 def _moved(value: Any, before: str, here: str) -> Any:
-    """A value of the record with paths at or in the folder `before` moved to `here`, including SQLite URIs."""
+    """A value of the record in which paths at or below the folder `before` are moved to `here`, including SQLite
+    URIs."""
     if isinstance(value, dict):
         return {key: _moved(one, before, here) for key, one in value.items()}
     if isinstance(value, list):
@@ -207,7 +208,7 @@ def _moved(value: Any, before: str, here: str) -> Any:
 
 
 def _interrupted(path: PathRecord) -> PathRecord:
-    """The path after an interrupted call. A task whose command has ended is no longer running."""
+    """State of a path after an interrupted call, in which a task whose command has ended is no longer running."""
     cut = [
         replace(task, status="interrupted") if task.status == "running" and not is_locked(log_of(path, task)) else task
         for task in path.tasks
@@ -242,7 +243,7 @@ def locked(path: PathRecord) -> Iterator[PathRecord]:
 
 
 def _lock_file(folder: Path) -> IO[str]:
-    """The lock file, possibly of another user: every user with write access to the folder may lock it."""
+    """Open the lock file, which may belong to another user: everyone with write access to the folder may lock it."""
     if not os.access(folder, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     lock_file = folder / LOCK

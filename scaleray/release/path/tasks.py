@@ -1,4 +1,4 @@
-"""The tasks of a path: name, command, inputs and purpose."""
+"""Tasks of a path: name, command, inputs and purpose."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,8 +22,8 @@ NEEDS = {
     "{alerts}": (PROMOTE,),
     "{quarter}": (f"validate/{CANDIDATE}-0", FIRST),
 }
-"""Words of a command that are replaced by results, and the tasks with these results: folders of the study and of the
-certificate, alert rules with the limits measured by the promotion, a quarter of the first known training's steps."""
+"""Placeholders in commands, and the tasks whose results replace them: folders of the study and the certificate, alert
+rules with the limits measured by the promotion, a quarter of the steps of the first known training."""
 A_PERSON = (
     f"a person decides: `scaleray path skip {DECIDE} --reason WORDS` continues with this job; "
     "`scaleray path start --name NAME --section.key value ...` starts a path with another"
@@ -32,8 +32,8 @@ NO_CLUSTER = "the path was started without --cluster, so the planner has no clus
 
 
 def tasks_of(path: PathRecord) -> list[PathTask]:
-    """The table of a path's tasks, in order: name, what each proves, and its command, whose words in braces are results
-    of other tasks (`NEEDS`)."""
+    """Table of a path's tasks, in order: name, what the task proves, and its command, in which words in braces are
+    results of other tasks (`NEEDS`)."""
     job, local = job_words(path), ["--local"] if path.local else []
     verify = ["verify", *job, "--strategies", path.strategy, "--world-sizes"]
     halved, doubled = max(path.workers, path.batch_size // 2), 2 * path.batch_size
@@ -122,7 +122,7 @@ def tasks_of(path: PathRecord) -> list[PathTask]:
 
 
 def between(workers: int) -> list[int]:
-    """Numbers of workers between one and `workers` at which convergence is checked: each doubling."""
+    """Numbers of workers between one and `workers` at which convergence is checked, by doubling."""
     found, size = [], 2
     while size < workers:
         found.append(size)
@@ -131,7 +131,7 @@ def between(workers: int) -> list[int]:
 
 
 def filled(path: PathRecord, words: Sequence[str]) -> list[str]:
-    """The words of a command with the results of the tasks that it needs, without skipped trainings. Raises UsageError
+    """Words of a command, with the results of the tasks that it needs and without skipped trainings. Raises UsageError
     if no baseline is left."""
     found = list[str]()
     skipped = {run_folder(path, task.key.partition("/")[2]) for task in path.tasks if task.status == "skipped"}
@@ -175,7 +175,7 @@ def _quarter(path: PathRecord) -> int:
             return max(1, int(task.figures["steps"]) // 4)
     raise UsageError.problem(
         "The length of a training",
-        "is unknown, because none finished: faults are planted after a quarter of it",
+        "is unknown, because none finished: faults are injected after a quarter of it",
         f"scaleray path redo {FIRST}",
     )
 
@@ -183,7 +183,7 @@ def _quarter(path: PathRecord) -> int:
 def _training(
     path: PathRecord, key: str, keys: Mapping[str, Any] | None = None, *, workers: int | None = None, seed: int = 0
 ) -> PathTask:
-    """A training of the path's job with other config keys. workers: None: all."""
+    """Command for a training of the path's job with changed config keys. workers: None: all."""
     number = path.workers if workers is None else workers
     command = ["train", *job_words(path, keys), "--scale.workers", str(number), "--seed", str(seed)]
     command += ["--tracking.run-name", key.partition("/")[2]]
@@ -194,8 +194,8 @@ def _training(
 
 
 def job_words(path: PathRecord, keys: Mapping[str, Any] | None = None) -> list[str]:
-    """Options that name the path's job, other keys of it, and the location of its runs. A database in the path's folder
-    is named too, since the job has its location from before the folder moved."""
+    """Options that name the path's job, changed keys, and the location of its runs. A database in the path's folder is
+    also named, since the job has its location before the folder was moved."""
     words = ["-c", f"{path.folder}/{JOB}"]
     words += ["--tracking.uri", path.tracking_uri] if f"{path.folder}/" in path.tracking_uri else []
     for key, value in (keys or {}).items():

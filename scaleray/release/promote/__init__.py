@@ -1,1 +1,1 @@
-"""`scaleray promote`: register a trained model in MLflow with its evidence, check it and roll it back."""
+"""`scaleray promote`: register a trained model in MLflow with its evidence, check it, and roll it back."""

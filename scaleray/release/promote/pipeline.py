@@ -1,7 +1,7 @@
-"""The repeatable pipeline of a promoted model, in a separate folder: the retraining job, the limits of its alerts, and
-the drift check. The user's scheduler runs its scripts.
+"""The pipeline of a promoted model, in a separate folder: the retraining job, its alert limits, and the drift check.
+The user's scheduler runs its scripts.
 
-It belongs to the version's files, so the version's statement covers every byte."""
+It is part of the version's files, so the version's statement covers every byte."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def write_pipeline(
     policy: Policy | None = None,
     uri: str,
 ) -> None:
-    """Write the pipeline to a new folder. runs: the promoted run and its repeats; packed: the packed model's folder,
-    whose code is copied; model: NAME@ALIAS; policy: of the promotion, None for the default one; uri: of the MLflow in
-    which it is registered.
+    """Write the pipeline to a new folder. runs: the promoted run and its repeats. packed: folder of the packed model,
+    whose code is copied. model: NAME@ALIAS. policy: policy of the promotion, None for the default. uri: MLflow server
+    in which the model is registered.
 
     Raises UsageError for an unknown kind of cluster."""
     check_cluster(cluster)
@@ -116,7 +116,7 @@ def copy_pipeline(folder: Path, to: str | Path) -> None:
 
 
 def _job(run: RunRecord, workload: str, limits: AlertLimits, uri: str) -> dict[str, Any]:
-    """The run's resolved config for repeating it: with its own code, a new name, and the measured limits."""
+    """Resolved config that repeats the run, with its own code, a new name, and the measured limits."""
     values: dict[str, Any] = RunConfig.model_validate(run.config).model_dump(mode="json")
     values["workload"]["name"] = workload
     values["tracking"] |= {"run_name": None, "uri": without_password(uri)}
@@ -141,7 +141,7 @@ def _head(run: RunRecord, model: str) -> str:
     changed = " with uncommitted changes" if git.get("is_dirty") else ""
     lines = [
         f"# Trains {model} again: scaleray train -c {JOB}, or retrain.sh for another seed.",
-        f"# From run {run.name}, {run.run_id}; its workload's files are in {CODE}/, as they were.",
+        f"# From run {run.name}, {run.run_id}; unchanged copies of its workload's files are in {CODE}/.",
         f"# commit {git.get('commit')}{changed}",
         *data,
     ]
@@ -167,7 +167,8 @@ def _pins(run: RunRecord, model: str, cluster: str, measured: MeasuredLimits) ->
 
 
 def _alerts(run: RunRecord, model: str, measured: MeasuredLimits) -> str:
-    """Prometheus rules with the measured limits, and one that compares a run's speed with that of the promoted runs."""
+    """Prometheus rules with the measured limits, and a rule that compares a run's speed with the promoted runs'
+    speed."""
     groups = yaml.safe_load(rule_files(measured.limits)[ALERTS])
     if measured.samples_per_s:
         config = RunConfig.model_validate(run.config)
@@ -181,9 +182,9 @@ def _alerts(run: RunRecord, model: str, measured: MeasuredLimits) -> str:
             "labels": {"severity": "warning", "source": "scaleray", "rule": "slower_than_promoted"},
             "annotations": {
                 "summary": summary,
-                "costs": "The same training at a higher price.",
-                "what_to_do": f"scaleray gate --against {model} shows whether it is beyond noise, scaleray profile "
-                "RUN where the time goes.",
+                "costs": "The same training costs more.",
+                "what_to_do": f"scaleray gate --against {model} shows whether it exceeds the noise, scaleray profile "
+                f"RUN where the time goes.",
             },
         }
         groups["groups"].append({"name": "scaleray-promoted", "rules": [rule]})
@@ -221,15 +222,15 @@ set -euo pipefail
 
 
 def _find_python() -> str:
-    """Lines that set `python`, also under cron, whose PATH lacks the environment: PYTHON, this interpreter, or `python`
-    on a machine without it."""
+    """Shell lines that set `python`, also under cron, whose PATH lacks the environment: PYTHON, this interpreter, or
+    `python` on a machine without it."""
     default = f"python=${{PYTHON:-{shlex.quote(sys.executable)}}}"
     return f'{default}\ncommand -v "$python" > /dev/null || python=python\n'
 
 
 def _machine(run: RunRecord) -> Machine | None:
-    """The kind of node with the run's GPUs: the largest that it filled; None for a run on CPUs, or on GPUs missing in
-    the table."""
+    """Largest kind of node with the run's GPUs that the run filled; None for a run on CPUs, or on GPUs that the table
+    lacks."""
     names = ((run.environment.get("environment") or {}).get("accelerators") or {}).get("names") or []
     name = str(names[0]).lower() if names else ""
     known = [one for one in MACHINES if name and one.gpu.partition("-")[0] in name]
@@ -240,14 +241,15 @@ def _machine(run: RunRecord) -> Machine | None:
 FACTOR = 2.0
 """Factor between the largest measurement and a limit."""
 MOST_CHECKS = 2000
-"""Most steps of a run, evenly spread, at which its losses and gradients are compared with earlier ones."""
+"""Most steps of a run, evenly spread, at which losses and gradients are compared with earlier values."""
 SLOWER = 0.8
-"""Share of the slowest run's samples per second below which a later run is slower than the promoted ones."""
+"""Share of the slowest run's samples per second below which a later run counts as slower than the promoted runs."""
 
 
 @dataclass(frozen=True)
 class MeasuredLimits:
-    """Limits, and a line for each that was measured. samples_per_s: of the slowest run; None if none was steady."""
+    """Alert limits, and a line for each measured one. samples_per_s: rate of the slowest run; None if no run was
+    steady."""
 
     limits: AlertLimits
     lines: tuple[str, ...]
@@ -296,7 +298,7 @@ def _limit(name: str, value: float, usual: float) -> float:
 
 
 def _largest(series: Sequence[Values], measure: Callable[[Values, Values], Values]) -> float | None:
-    """The highest level reached by a streak of values as long as an alert needs, in any run; None if all runs are too
+    """Highest level that a streak of values reached in any run, for as long as an alert needs; None if all runs are too
     short."""
     found = [one for values in series for one in _in_a_row(values[np.isfinite(values)], measure)]
     return max(found, default=None)

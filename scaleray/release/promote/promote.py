@@ -1,7 +1,7 @@
-"""Promotion of a trained model: gates, a folder with its provenance, a version, an alias.
+"""Promotion of a trained model: gates, a folder with its provenance, a version, and an alias.
 
-The alias moves last, so an interrupted promotion has no effect. Its id depends on the model and the evidence: the same
-command finds the existing version and continues from it."""
+The alias moves last, so an interrupted promotion has no effect. A promotion's id depends on the model and the evidence,
+so the same command finds the existing version and continues from it."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def promote(
     """Register the model of a run as a version in MLflow, and point `alias` to it if every gate passes.
 
     runs: the run with the model, and runs that repeat it with other seeds. model: name in the registry, by default that
-    of the run's experiment. against, policy, study, certificates: as for `gate`. Without an alias a version is created
-    with any answers of the gates, which are stored; with one nothing is created unless all pass, and the version has
-    the pipeline that trains it again on a kind of cluster (local, kubernetes, slurm or ray-up). pipeline: folder to
-    copy that to.
+    of the run's experiment. against, policy, study, certificates: as for `gate`. Without an alias, a version is created
+    whatever the gates answer, and stores the answers. With an alias, a version is created only if all gates pass, with
+    the pipeline that retrains it on a kind of cluster (local, kubernetes, slurm or ray-up). pipeline: folder to which
+    the pipeline is copied.
 
     Raises UsageError for errors of use, and TrackingError if MLflow cannot be reached: the alias is then unchanged, and
     the same call continues."""
@@ -92,7 +92,7 @@ def promote(
             gates = evaluate_evidence(store_evidence(evidence, held, workspace / EVIDENCE), held, uri=uri)
         run = evidence.run
         if not run.run_id:
-            problem = "is not in MLflow, which a registered version needs"
+            problem = "is not in MLflow, which is required for a registered version"
             raise TrackingError.problem("The run", problem, "train with tracking")
         found = Promotion(
             model=model or _model_name(run), alias=alias, answer=gates.answer, not_passed=gates.not_passed,
@@ -120,7 +120,7 @@ def _write(found: FoundRun, gates: GateRecord, workspace: Path, out: Path, optio
     run, trained = training(found), trained_of(found, uri=options.uri)
     parts = find_parts(trained, options=options)
     if not parts.weights.has_hash:
-        advice = "train it again to its end: newer versions record hashes"
+        advice = "train it again to its end, as newer versions record hashes"
         raise CheckpointError.problem(
             "RUN", f"{run.name} has no recorded hash of its weights ({parts.weights.words})", advice
         )
@@ -134,7 +134,7 @@ def _write(found: FoundRun, gates: GateRecord, workspace: Path, out: Path, optio
 
 
 def _id(files: Mapping[str, str], model: str, policy: Policy) -> str:
-    """Id of a promotion: the same for the same weights, code, evidence, policy and name. files: SHA-256 by path."""
+    """Id of a promotion, equal for equal weights, code, evidence, policy and name. files: SHA-256 by path."""
     steady = {
         name: digest
         for name, digest in files.items()
@@ -177,7 +177,7 @@ def _registered(
     if found.alias is not None:
         named = registry.give(version, found.alias, by=by)
         if named.number != version.number:
-            say(f"a later promotion won: {found.alias} names version {named.number}")
+            say(f"a later promotion took precedence: {found.alias} names version {named.number}")
     return dataclasses.replace(
         found,
         promotion=promotion,
@@ -189,7 +189,7 @@ def _registered(
 
 
 def _description(found: Promotion, run: RunRecord) -> str:
-    """Markdown for MLflow's page of the version."""
+    """Description of the version for its page in MLflow, as Markdown."""
     rows = "\n".join(f"| {name} | {answer} |" for name, answer in found.gates.items())
     metrics = ", ".join(f"{name} {value:.4g}" for name, value in sorted(run.metrics.items()) if value is not None)
     workers = f"{run.workers} worker{'s' * (run.workers > 1)}"
@@ -211,13 +211,13 @@ def _model_name(run: RunRecord) -> str:
 
 
 def _stored(registry: ModelRegistry, run: RunRecord) -> Any:
-    """The run in MLflow. Raises TrackingError if it is deleted."""
+    """Get the run from MLflow. Raises TrackingError if it is deleted."""
     found = registry.run(run.run_id)
     if found is None or found.info.lifecycle_stage == "deleted":
         state = "missing" if found is None else "deleted"
         raise TrackingError.problem(
             "The MLflow run",
             f"{run.run_id} is {state}",
-            "restore it, name its MLflow with --uri, or promote another run",
+            "restore it, name its MLflow server with --uri, or promote another run",
         )
     return found

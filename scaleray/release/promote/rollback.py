@@ -15,14 +15,14 @@ from scaleray.release.gate.stored_evidence import EVIDENCE
 
 
 def rollback(model: str, *, to: int | None = None, unchecked: str | None = None, uri: str | None = None) -> int:
-    """Point an alias to an earlier version again, if its files are those of its promotion. Returns that version.
+    """Point an alias to an earlier version if its files are unchanged since its promotion. Returns that version.
 
-    model: `NAME@ALIAS`. to: version; None: the last one that had the alias before the current one, without those from
-    which it was withdrawn. unchecked: reason for not checking its files, stored in a tag of the version. Runs and
-    evidence are not needed, since they may be unreachable in an incident.
+    model: `NAME@ALIAS`. to: version; None: the last version that had the alias before the current one, without versions
+    from which it was withdrawn. unchecked: reason for not checking files, stored in a tag of the version. Runs and
+    evidence are not needed, as they may be unreachable in an incident.
 
-    Raises UsageError if there is no such version, TrackingError for changed files and those that cannot be fetched; the
-    alias is then unchanged."""
+    Raises UsageError if there is no such version, or TrackingError for files that have changed or cannot be fetched;
+    the alias is then unchanged."""
     named = Named.parse(model)
     if named.alias is None:
         raise UsageError("MODEL", model, "it must be NAME@ALIAS")
@@ -52,7 +52,7 @@ def rollback(model: str, *, to: int | None = None, unchecked: str | None = None,
 
 
 def _check_files(registry: ModelRegistry, version: ModelVersion) -> None:
-    """Raise TrackingError unless the files are those of the promotion; evidence may be missing."""
+    """Raise TrackingError if files have changed since the promotion; evidence may be missing."""
     with tempfile.TemporaryDirectory(dir=cache_folder("models")) as place:
         try:
             wrong = changes(registry.download(version, Path(place)), version)

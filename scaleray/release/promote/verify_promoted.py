@@ -1,4 +1,4 @@
-"""Check that a promoted model is unchanged: everything is recomputed from its stored files."""
+"""Check that a promoted model is unchanged, by recomputing everything from its stored files."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from scaleray.release.promote.pipeline import FOLDER, JOB
 from scaleray.release.promote.promote import PASSED
 
 MAY_DIFFER = ("workload.name",)
-"""Keys of the config in which the job may differ from the run, since its code is next to it."""
+"""Config keys in which the job may differ from the run, since its code is in its own folder."""
 
 
 def pipeline_checks(folder: Path, elsewhere: str | Path | None) -> Iterator[Check]:
-    """Checks of a version's pipeline. folder: the version's complete files. elsewhere: a copy of its pipeline to check,
+    """Checks of a version's pipeline. folder: the version's complete files. elsewhere: copy of its pipeline to check,
     if any."""
     own = folder / FOLDER
     if own.is_dir():
         yield _trains_the_same(folder)
     if elsewhere is None:
         return
-    what = "the pipeline's folder is the promoted one"
+    what = "the pipeline's folder is unchanged since the promotion"
     if not own.is_dir():
         yield Check(what=what, answer="inconclusive", words="it has no pipeline: it was promoted without an alias")
         return
@@ -52,7 +52,7 @@ def pipeline_checks(folder: Path, elsewhere: str | Path | None) -> Iterator[Chec
 
 
 def _trains_the_same(folder: Path) -> Check:
-    """Whether the job's config gives the same training as the run's own."""
+    """Whether the job's config defines the same training as the run's own."""
     what = "the pipeline retrains the promoted model"
     evidence, _ = read_evidence(folder / EVIDENCE)
     try:
@@ -67,7 +67,7 @@ def _trains_the_same(folder: Path) -> Check:
     ]
     if differing:
         return Check(what=what, answer="fail", words=f"{', '.join(differing[:4])} are not those of the run")
-    return Check(what=what, answer="pass", words=f"{JOB} gives the same training as {evidence.run.name}")
+    return Check(what=what, answer="pass", words=f"{JOB} defines the same training as {evidence.run.name}")
 
 
 BYPASS = "the alias names the promoted version"
@@ -75,12 +75,12 @@ DATE = "%Y-%m-%dT%H:%M:%S%z"
 
 
 def check_promoted(model: str, *, pipeline: str | Path | None = None, uri: str | None = None) -> GateRecord:
-    """Check a version, or the one that an alias names: the alias, every byte, the gates, the pipeline, the run, the
+    """Check a version, given by number or alias: the alias, every byte, the gates, the pipeline, the run and the
     weights.
 
-    model: `NAME@ALIAS` or `NAME/VERSION`. pipeline: a folder that must hold the version's pipeline. Returns an answer
-    for each, as the gates do. Raises UsageError for another form, TrackingError if there is no such version or MLflow
-    cannot be reached."""
+    model: `NAME@ALIAS` or `NAME/VERSION`. pipeline: a folder that must contain the version's pipeline. Returns an
+    answer for each check, as for gates. Raises UsageError for another form, TrackingError if there is no such version
+    or MLflow cannot be reached."""
     named = Named.parse(model)
     registry = ModelRegistry(uri)
     version = registry.find(named)
@@ -116,10 +116,10 @@ def _alias(registry: ModelRegistry, named: Named, version: ModelVersion) -> Chec
 
 
 def _kept(registry: ModelRegistry, version: ModelVersion, copies: Path, pipeline: str | Path | None) -> Iterator[Check]:
-    """Checks of a version's stored files; some need a complete folder."""
-    whole = "every file is the promoted one"
+    """Checks of a version's stored files, some of which need a complete folder."""
+    whole = "every file is unchanged since the promotion"
     if not version.tags.get(STATEMENT_TAG):
-        yield Check(what=whole, answer="fail", words="the version was not made by scaleray promote")
+        yield Check(what=whole, answer="fail", words="the version was not created by scaleray promote")
         return
     try:
         folder = registry.download(version, copies)
@@ -149,7 +149,7 @@ def _gates(folder: Path, version: ModelVersion, uri: str) -> Iterator[Check]:
     if differing:
         # what cannot be asked any more was not changed: a baseline's MLflow that is away, say
         answer: Answer = "inconclusive" if all(now[key] == "inconclusive" for key in differing) else "fail"
-        words = "; ".join(f"{key}: {before[key]} then, {now[key]} now" for key in sorted(differing))
+        words = "; ".join(f"{key}: {before[key]} at the promotion, {now[key]} now" for key in sorted(differing))
         yield Check(what=what, answer=answer, words=words)
     else:
         yield Check(what=what, answer="pass", words=", ".join(f"{one.gate} {one.answer}" for one in again.gates))
@@ -161,7 +161,7 @@ def _gates(folder: Path, version: ModelVersion, uri: str) -> Iterator[Check]:
 
 
 def _answers(record: GateRecord) -> dict[str, Answer]:
-    """Each gate's answer, and that of each of its checks."""
+    """Answers of each gate and of each of its checks."""
     checks = {f"{gate.gate}, {check.what}": check.answer for gate in record.gates for check in gate.checks}
     return {gate.gate: gate.answer for gate in record.gates} | checks
 
@@ -172,13 +172,13 @@ def _source(registry: ModelRegistry, version: ModelVersion) -> Check:
     if found is None:
         return Check(what=what, answer="fail", words=f"{version.run_id} is no longer in MLflow")
     if found.info.lifecycle_stage == "deleted":
-        words = f"{found.info.run_name} was deleted; `mlflow gc` takes its files, and with them the model"
+        words = f"{found.info.run_name} was deleted; `mlflow gc` will remove its files, including the model"
         return Check(what=what, answer="fail", words=words, remedy=f"mlflow runs restore --run-id {version.run_id}")
     return Check(what=what, answer="pass", words=str(found.info.run_name))
 
 
 def _weights(folder: Path, version: ModelVersion, uri: str) -> Check:
-    """Whether the weights are those of the run, in its folder or in MLflow."""
+    """Whether the weights equal those of the run, in its folder or in MLflow."""
     import torch
 
     what = "the weights are those of the run"

@@ -95,7 +95,7 @@ def test_evidence_as_it_was_recorded_passes(evidence):
     root, _ = evidence
     found = asked(root, "scaling", "equality", "operations")
     assert found.answer == "pass", found.lines()
-    assert checks_of(asked(root, "fingerprint"))["records as MLflow has them"].startswith("pass")
+    assert checks_of(asked(root, "fingerprint"))["records equal MLflow's copies"].startswith("pass")
 
 
 def test_a_study_alone_passes_as_it_was_recorded_and_fails_where_it_was_changed(evidence):
@@ -107,8 +107,8 @@ def test_a_study_alone_passes_as_it_was_recorded_and_fails_where_it_was_changed(
         "efficiency of 2 workers (strong) above 0.7": checks_of(asked(root, "scaling"))[
             "efficiency of 2 workers (strong) above 0.7"
         ],
-        "the study and its points as MLflow has them": "pass: study",
-        "code that a commit holds": "pass: commit 0123456789ab",
+        "the study and its points equal MLflow's copies": "pass: study",
+        "code is committed": "pass: commit 0123456789ab",
     }
     by_id = judge(known["run_id"], gates=["scaling"], uri=evidence[1])
     assert by_id.answer == "pass", by_id.lines()
@@ -130,7 +130,7 @@ def test_a_study_alone_passes_as_it_was_recorded_and_fails_where_it_was_changed(
 def test_a_record_with_a_key_changed_added_or_emptied_fails(evidence, change, key):
     root, _ = evidence
     changed(root / "run/record.json", change)
-    words = checks_of(asked(root, "fingerprint"))["records as MLflow has them"]
+    words = checks_of(asked(root, "fingerprint"))["records equal MLflow's copies"]
     assert words.startswith("fail") and key in words
 
 
@@ -138,7 +138,7 @@ def test_alerts_that_were_deleted_from_the_file_fail_by_the_record_and_by_mlflow
     root, _ = evidence
     (root / "run/alerts.jsonl").write_text("")
     found = checks_of(asked(root, "fingerprint", "operations"))
-    assert "alert loss_spike" in found["records as MLflow has them"]
+    assert "alert loss_spike" in found["records equal MLflow's copies"]
     assert found["no alert that is critical"] == ("fail: alerts.jsonl lacks alerts of the record: loss_spike of run")
 
 
@@ -154,7 +154,9 @@ def test_a_study_that_was_changed_in_its_folder_fails(evidence, change):
     root, _ = evidence
     changed(root / "study/record.json", change)
     found = asked(root, "scaling")
-    assert found.answer == "fail" and checks_of(found)["the study and its points as MLflow has them"].startswith("fail")
+    assert found.answer == "fail" and checks_of(found)["the study and its points equal MLflow's copies"].startswith(
+        "fail"
+    )
 
 
 def test_a_point_that_was_changed_deleted_or_declared_invalid_in_mlflow_fails_and_so_does_its_study(evidence):
@@ -166,7 +168,7 @@ def test_a_point_that_was_changed_deleted_or_declared_invalid_in_mlflow_fails_an
     def words():
         found = asked(root, "scaling")
         assert found.answer == "fail"
-        return checks_of(found)["the study and its points as MLflow has them"]
+        return checks_of(found)["the study and its points equal MLflow's copies"]
 
     client.delete_run(point)
     assert "it was deleted" in words()
@@ -185,7 +187,7 @@ def test_a_number_of_a_point_that_somebody_logged_anew_breaks_its_seal(evidence)
     point, client = study["curves"][0]["points"][1]["point"]["run_id"], open_client(uri)
     name = next(name for name in client.get_run(point).data.metrics if "samples_per_s" in name)
     client.log_metric(point, name, 1e9, timestamp=2 * 10**12)
-    words = checks_of(asked(root, "scaling"))["the study and its points as MLflow has them"]
+    words = checks_of(asked(root, "scaling"))["the study and its points equal MLflow's copies"]
     assert "its params or metrics are not those that were measured" in words
 
 
@@ -194,7 +196,7 @@ def test_a_certificate_that_somebody_edited_fails(evidence):
     changed(root / "verify/certificate.json", lambda values: values.update(verdict="the same training", bound=1e-12))
     found = asked(root, "equality")
     assert found.answer == "fail"
-    assert "its content is not what was recorded" in checks_of(found)["the certificate as MLflow has it"]
+    assert "its content is not what was recorded" in checks_of(found)["the certificate equals MLflow's copy"]
 
 
 def test_evidence_that_mlflow_has_no_copy_of_is_inconclusive(evidence, empty_database, monkeypatch):
@@ -204,7 +206,7 @@ def test_evidence_that_mlflow_has_no_copy_of_is_inconclusive(evidence, empty_dat
     assert found.answer == "inconclusive", found.lines()
     at_home = judge(str(root / "run"), study=str(root / "study"), certificates=[str(root / "verify")],
                     gates=["scaling"], uri=uri)  # fmt: skip
-    assert checks_of(at_home)["the study and its points as MLflow has them"] == "pass: study"
+    assert checks_of(at_home)["the study and its points equal MLflow's copies"] == "pass: study"
 
 
 def test_a_store_that_a_changed_record_names_proves_nothing(evidence, tmp_path):
@@ -225,8 +227,8 @@ def test_a_store_that_a_changed_record_names_proves_nothing(evidence, tmp_path):
             open_client(f"sqlite:///{database}").set_tag(run_id, CERTIFICATE_SHA256, sha256)
     found = checks_of(asked(root, "fingerprint", "scaling", "equality"))
     for what in (
-        "records as MLflow has them",
-        "the study and its points as MLflow has them",
-        "the certificate as MLflow has it",
+        "records equal MLflow's copies",
+        "the study and its points equal MLflow's copies",
+        "the certificate equals MLflow's copy",
     ):
         assert found[what].startswith("fail"), what

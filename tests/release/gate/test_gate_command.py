@@ -252,7 +252,7 @@ def test_a_study_alone_is_asked_for_scaling_and_equality_and_the_others_are_name
     assert json.loads(capsys.readouterr().out)["gates"][0]["gate"] == "scaling"
     with pytest.raises(UsageError, match="a study has only the gates equality and scaling"):
         judge(study, gates=["operations"])
-    with pytest.raises(UsageError, match="which takes no --against and no --study"):
+    with pytest.raises(UsageError, match="for which --against and --study are not allowed"):
         judge(study, against=[study])
     with pytest.raises(UsageError, match="no curve of weak scaling"):
         judge(study, policy={"scaling": {"mode": "weak"}})
@@ -302,4 +302,4 @@ def test_a_study_of_another_training_does_not_count(tmp_path):
     study = study_examples.study(modes=("strong",))
     study = dataclasses.replace(study, conditions=dataclasses.replace(study.conditions, config_hash="another"))
     record = judge(run, study=write(tmp_path / "study", study), gates=["scaling"])
-    assert record.answer == "inconclusive" and "its config gives a different training" in " ".join(record.lines())
+    assert record.answer == "inconclusive" and "its config defines a different training" in " ".join(record.lines())

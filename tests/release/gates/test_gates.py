@@ -414,7 +414,7 @@ class TestOperations:
         assert asked(90.0, 91.0, 89.0).answer == "pass"
         assert asked(70.0, 71.0, 69.0).answer == "fail"
         unsure = asked(95.0, 70.0, 85.0)
-        assert unsure.answer == "inconclusive" and "the interval holds 0.8" in unsure.words
+        assert unsure.answer == "inconclusive" and "the interval contains 0.8" in unsure.words
         assert unsure.power is not None and unsure.power < 0.9 and unsure.runs_needed is not None
         assert unsure.runs_needed > 3
         one = asked(90.0)

@@ -89,7 +89,7 @@ def test_a_retraining_that_failed_counts(promoted, sides, tmp_path):
     found = scaleray.gate(against="corners@champion", policy=WIDE, uri=uri)
     assert len(found.candidates) == 3 and answers(found)["convergence"] == "fail", found.lines()
     assert answers(found)["speed"] == "pass"
-    assert found.notes == [f"run {lost} failed and has no record: its training is not known"]
+    assert found.notes == [f"run {lost} failed without a record: its training is unknown"]
 
 
 def test_a_quietly_worse_run_fails(promoted, sides, tmp_path):

@@ -139,7 +139,7 @@ class TestChecks:
         statement["predicate"]["runDetails"]["metadata"]["by"] = "somebody else"
         (source / "statement.json").write_text(json.dumps(statement))
         words = failing(check_promoted("corners/1", uri=uri)).popitem()[1]
-        assert words == "statement.json is not the one of the version"
+        assert words == "statement.json does not belong to the version"
 
     def test_an_alias_that_was_moved_by_hand_is_found(self, promoted, sides):
         found, uri = promoted

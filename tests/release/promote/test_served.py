@@ -134,7 +134,7 @@ def test_a_server_with_a_password_holds_out_against_all_that_is_done_to_it(serve
 
     with monkeypatch.context() as patch:
         patch.setattr(ModelRegistry, "make", away)
-        with pytest.raises(scaleray.ScaleRayError, match="repeat the command once MLflow is back"):
+        with pytest.raises(scaleray.ScaleRayError, match="repeat the command once MLflow is available again"):
             pytest.fail(str(promote(candidates, "champion", policy=POLICY, **given).not_passed))
     server.start()
     assert registry.expected("corners", "champion") is None
@@ -159,7 +159,7 @@ def test_a_server_with_a_password_holds_out_against_all_that_is_done_to_it(serve
     file = next((server.folder / "artifacts").rglob(f"{now.promotion}/data/packed/weights/*.safetensors"))
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert "was changed" in failing("corners@champion", server)["every file is the promoted one"]
+    assert "was changed" in failing("corners@champion", server)["every file is unchanged since the promotion"]
     file.write_bytes(whole)
     model = scaleray.load("models:/corners@champion", uri=server.address)
     run = next(one for one in runs if one.run_id == now.run_id)

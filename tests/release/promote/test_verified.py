@@ -53,7 +53,9 @@ def test_one_changed_byte_is_found(promoted):
     content = bytearray(file.read_bytes())
     content[-2] ^= 1
     with written(file, bytes(content)):
-        assert failing(uri) == {"every file is the promoted one": f"data/packed/weights/{file.name} was changed"}
+        assert failing(uri) == {
+            "every file is unchanged since the promotion": f"data/packed/weights/{file.name} was changed"
+        }
 
 
 def test_an_alias_that_was_moved_by_hand_is_found(promoted):
@@ -66,7 +68,7 @@ def test_an_alias_that_was_moved_by_hand_is_found(promoted):
     finally:
         client.set_registered_model_alias("corners", "champion", "1")
     assert found["the alias names the promoted version"] == "it names version 2; version 1 was promoted last"
-    assert found["every file is the promoted one"] == "the version was not made by scaleray promote"
+    assert found["every file is unchanged since the promotion"] == "the version was not created by scaleray promote"
 
 
 def test_a_deleted_run_and_a_record_that_was_changed_in_mlflow_are_found(promoted, four_runs):
@@ -83,7 +85,7 @@ def test_a_deleted_run_and_a_record_that_was_changed_in_mlflow_are_found(promote
         client.restore_run(run_id)
     assert "was deleted" in found["its source run exists"]
     assert (
-        "records as MLflow has them: pass then, fail now"
+        "records equal MLflow's copies: pass at the promotion, fail now"
         in found["the gates give the same answers to the stored evidence"]
     )
     assert failing(uri) == {}
