@@ -1,4 +1,4 @@
-"""Ready-made workloads for models of transformers, and a base class for custom ones."""
+"""Ready-made workloads for models of transformers, and a base class for custom workloads."""
 
 from scaleray.hugging_face.base_workload import HuggingFaceWorkload, summed_loss
 from scaleray.hugging_face.classifiers import ImageClassification, SequenceClassification

@@ -1,7 +1,7 @@
 """Base class of workloads with a model of transformers: builds the model, computes its loss, and writes a folder for
 `from_pretrained`.
 
-A subclass sets its transformers class (`auto_class`) and its data (`datasets`); the loss ignores labels of -100, as
+A subclass defines its transformers class (`auto_class`) and its data (`datasets`). The loss ignores labels of -100, as
 everywhere in transformers."""
 
 import inspect
@@ -142,7 +142,7 @@ class HuggingFaceWorkload(Workload):
     # what a subclass may override
 
     def config_changes(self) -> Mapping[str, Any]:
-        """Values of the model's config that follow from the data or the tokenizer, such as the number of labels."""
+        """Values of the model's config that depend on the data or the tokenizer, such as the number of labels."""
         return {}
 
     def inputs(self, batch: Any) -> dict[str, torch.Tensor]:
@@ -150,8 +150,7 @@ class HuggingFaceWorkload(Workload):
         return {name: as_input(column) for name, column in batch.items() if name != LABELS}
 
     def labels(self, batch: Any) -> torch.Tensor:
-        """Tokens that the model should predict, -100 for ignored ones; without a column of labels, the attended
-        tokens."""
+        """Tokens that the model should predict, -100 for ignored ones; without a label column, the attended tokens."""
         if LABELS in batch:
             return batch[LABELS].long()
         ids: torch.Tensor = batch["input_ids"].long()
@@ -180,7 +179,7 @@ class HuggingFaceWorkload(Workload):
         return find_blocks(model)
 
     def weight_names(self, model: nn.Module, config: Mapping[str, Any]) -> None:
-        """Check that a folder's weights are of this type of model, so that their names are the model's own."""
+        """Check that a folder's weights are of this type of model, so that their names match."""
         own = self.config().model_type
         if config.get("model_type") != own:
             raise WorkloadError("model_type of workload.weights", config.get("model_type"), f"the model's is {own}")
@@ -226,8 +225,8 @@ class HuggingFaceWorkload(Workload):
     def _own_predictions(
         self, model: nn.Module, inputs: dict[str, torch.Tensor], labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits and labels of the tokens of one worker of `parallel.context`. Raises WorkloadError for rows with other
-        columns than tokens: a mask or several documents in a row."""
+        """Logits and labels of the tokens of one worker of `parallel.context`. Raises WorkloadError for rows with
+        columns other than tokens, such as a mask or several documents in a row."""
         if others := sorted(inputs.keys() - {"input_ids"}):
             raise WorkloadError.problem(
                 "the workload",
@@ -255,8 +254,8 @@ def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tenso
     if logits.shape[:-1] != labels.shape:
         raise WorkloadError.problem(
             "labels",
-            f"have the shape {tuple(labels.shape)}, but the model's logits have {tuple(logits.shape)}: there "
-            "must be one label per position before the last",
+            f"have the shape {tuple(labels.shape)}, while the model's logits have {tuple(logits.shape)}: there must be "
+            f"one label per position before the last",
         )
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")

@@ -1,8 +1,8 @@
-"""Types of labels of a text: one of several classes, any number of classes, or numbers; these are the three losses of
+"""Types of labels: one of several classes, any number of classes, or numbers. These are the three losses of
 transformers' `problem_type`.
 
 Each type provides the entries for the model's config, converts the labels of records to a column, and computes loss,
-metrics and predictions from logits. Losses are sums over the rows; a row with several values has their mean."""
+metrics and predictions from logits. Losses are sums over the rows; a row with several values counts with their mean."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -31,7 +31,7 @@ class LabelKind(Protocol):
         """Labels in the model's config."""
 
     def column(self, found: Sequence[Any], *, what: str) -> np.ndarray:
-        """Convert the labels to a column, one row each. Raises DataError for invalid labels. what: name of the
+        """Convert the labels to a column with one row each. Raises DataError for invalid labels. what: name of the
         split."""
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> Pair:
@@ -47,8 +47,8 @@ class LabelKind(Protocol):
 def label_kind(
     name: str, found: Sequence[Any], classes: Sequence[Any] | None, *, order: Callable[[list[str]], list[str]]
 ) -> LabelKind:
-    """Return the type with this name. found: labels of the training data. classes: their names in order; None: the
-    occurring ones, sorted. Raises ConfigError and DataError."""
+    """Return the label type with this name. found: labels of the training data. classes: names of classes in order;
+    None: the names that occur, sorted. Raises ConfigError and DataError."""
     check_name(name)
     if name == NUMBERS:
         if classes is not None:
@@ -159,7 +159,7 @@ class Numbers:
 
 def class_names(found: Iterable[tuple[int, Any]]) -> list[str]:
     """Names of the classes that occur, numbers in numerical and other names in alphabetical order. found: labels, each
-    with the number of its record. Raises DataError for an empty name, and for two that look alike."""
+    with the number of its record. Raises DataError for an empty name, or for two names that look alike."""
     first: dict[Any, int] = {}
     for record, value in found:
         first.setdefault(value, record)
@@ -170,7 +170,7 @@ def class_names(found: Iterable[tuple[int, Any]]) -> list[str]:
         if not text or other is not value:
             allowed = "a class needs a name"
             if text:
-                allowed = f"that of record {first[other]} is {other!r}, and both would be separate classes"
+                allowed = f"the label of record {first[other]} is {other!r}, and the two would be separate classes"
             what = f"the label of record {record} of the {TRAIN} data"
             raise DataError.problem(what, f"is {value!r}: {allowed}", "correct the file, or remove the row")
     return [str(name) for name in sorted(first, key=lambda v: (isinstance(v, str), v))]
@@ -200,7 +200,7 @@ def in_order_of(config: Any, names: list[str], *, is_trained: bool, argument: st
 
 
 def named_classes(names: Sequence[str]) -> dict[str, Any]:
-    """Classes in a model's config."""
+    """Class names in a model's config."""
     return {
         "num_labels": len(names),
         "id2label": dict(enumerate(names)),
@@ -226,7 +226,7 @@ def _several(value: Any, row: int, what: str) -> list[Any]:
 
 
 def _numbers(value: Any, row: int, what: str) -> list[float]:
-    """The numbers of a label; text is parsed too, as CSV has nothing else."""
+    """Numbers of a label; text is also parsed, as CSV has nothing else."""
     try:
         numbers = [float(v) for v in (value if isinstance(value, (list, tuple)) else [value])]
     except (TypeError, ValueError):

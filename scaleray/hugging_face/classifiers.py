@@ -39,10 +39,11 @@ class _Classifier(HuggingFaceWorkload):
 class SequenceClassification(_Classifier, LabelledTexts):
     """Classify texts, or pairs of texts, or predict numbers for them.
 
-    label: column of the label. pair: column of a second text. labels: names of the classes in the order of the model's
-    logits; None: those of the training data, in the order of the model's id2label, of their ClassLabel, or else sorted.
+    label: column of the label. pair: column of a second text. labels: class names in the order of the model's logits;
+    None for the names in the training data, in the order of the model's id2label, of their ClassLabel, or else sorted.
     problem_type: as in transformers: `single_label_classification`, `multi_label_classification` (a label is a list of
-    classes) or `regression` (a number or a list of them); None: that of the model's config, or else a single label.
+    classes) or `regression` (a number or a list of them); None for the one in the model's config, or else a single
+    label.
     """
 
     auto_class = "AutoModelForSequenceClassification"
@@ -83,7 +84,7 @@ class SequenceClassification(_Classifier, LabelledTexts):
         if tokenizer.pad_token_id is None:
             raise WorkloadError.problem(
                 "workload.args.tokenizer",
-                "has neither a padding token nor an end-of-text token, one of which must pad rows",
+                "has neither a padding token nor an end-of-text token, one of which is needed to pad rows",
                 'write "pad_token": "<pad>" into its tokenizer_config.json, or use another tokenizer',
             )
         return int(tokenizer.pad_token_id)
@@ -95,8 +96,8 @@ class SequenceClassification(_Classifier, LabelledTexts):
         return changes
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Any]:
-        """Most likely class of each row, its name and its probability; or the classes of each row and their
-        probabilities; or its numbers."""
+        """Most likely class of each row, its name and its probability, or the classes of each row with probabilities,
+        or its numbers."""
         return self.kind.answers(model(**self.inputs(batch)).logits)
 
     def _rows(self, what: str, records: list[text_files.Record]) -> ArraySource:

@@ -20,11 +20,13 @@ Span = tuple[int, int]
 
 
 def conversations(found: Sequence[Any], tokenizer: Any, *, length: int, what: str) -> list[Tokens]:
-    """Tokenise conversations; those without text of the assistant in their first `length` tokens are omitted, with a
+    """Tokenise conversations. Those without text of the assistant in their first `length` tokens are omitted, with a
     warning. Raises DataError for invalid conversations, WorkloadError for an unusable template."""
     if not tokenizer.chat_template:
         raise WorkloadError.problem(
-            "the tokenizer", "has no chat template, which conversations need", "set chat_template in its folder"
+            "the tokenizer",
+            "has no chat template, which is needed for conversations",
+            "set chat_template in its folder",
         )
     if not tokenizer.is_fast:
         raise WorkloadError(
@@ -89,8 +91,8 @@ def _marked_text(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[str, l
         if not whole.startswith(after) or not after.startswith(before):
             raise WorkloadError.problem(
                 "the chat template",
-                "rewrites earlier messages, so the assistant's text cannot be located",
-                "tokenise in your own workload: labels are -100 outside the assistant's text",
+                "changes earlier messages, so the assistant's text cannot be located",
+                "tokenise in your own workload, with labels of -100 outside the assistant's text",
             )
         spans.append((len(before), len(after)))
     return whole, spans
@@ -107,8 +109,8 @@ MASKED_SHARE, RANDOM_SHARE = 0.8, 0.1
 
 @dataclass(frozen=True)
 class Masking:
-    """Masking of tokens. share: of the non-special tokens; mask: id of the mask; special: ids that are never hidden;
-    vocabulary: number of ids."""
+    """Masking of tokens. share: share of the non-special tokens to hide. mask: id of the mask. special: ids that are
+    never hidden. vocabulary: number of ids."""
 
     share: float
     mask: int
@@ -192,19 +194,19 @@ class TextWorkload(HuggingFaceWorkload):
         if isinstance(known, int) and used > known:
             raise ConfigError.problem(
                 "workload.args.tokenizer",
-                f"has {used} tokens, but the model has {known}",
+                f"has {used} tokens, while the model has {known}",
                 "use the model's tokenizer, or set vocab_size in your own config",
             )
 
     @property
     def pad(self) -> int:
-        """Padding token; any token if the tokenizer has none, as the loss ignores it."""
+        """Padding token; an arbitrary token if the tokenizer has none, as the loss ignores it."""
         found = self.tokenizer.pad_token_id
         return int(found if found is not None else self.tokenizer.eos_token_id or 0)
 
     def tokenized(self, *texts: Any, **more: Any) -> tuple[dict[str, Any], Any]:
-        """Return columns of these texts, or pairs of them, with special tokens, truncated to `sequence_length` and not
-        padded; and the tokenizer's own result. more: options of the tokenizer."""
+        """Tokenise texts or pairs of texts, with special tokens, truncated to `sequence_length` and not padded. Returns
+        columns and the tokenizer's own result. more: options of the tokenizer."""
         cut = {"truncation": True, "max_length": self.sequence_length, "return_attention_mask": False}
         found = self.tokenizer(*texts, **cut, **more)
         return {name: Ragged.of([np.array(row, np.int32) for row in rows]) for name, rows in found.items()}, found
@@ -214,7 +216,7 @@ class TextWorkload(HuggingFaceWorkload):
         return {name: self._rows(name, records) for name, records in self.records().items()}
 
     def _rows(self, what: str, records: list[text_files.Record]) -> ArraySource:
-        """Rows for the records of the split, or file, `what`."""
+        """Rows for the records of a split or file, named `what`."""
         raise NotImplementedError
 
 
@@ -225,7 +227,7 @@ class LabelledTexts(TextWorkload):
     """Type of a record's text."""
 
     def read_data(self, path: str) -> ArraySource | None:
-        """Rows of a file of records with a text, and all their columns; None for files of another type."""
+        """Rows of a file of records with a text, and all columns of the records; None for files of another type."""
         try:
             records = list(text_files.read_records(path, what="--data"))
         except DataError:
@@ -296,7 +298,7 @@ class MaskedLanguageModel(TextWorkload):
             tokenizer = self.tokenizer
             if tokenizer.mask_token_id is None:
                 raise ConfigError.problem(
-                    "workload.args.tokenizer", "has no mask token, which a masked language model needs"
+                    "workload.args.tokenizer", "has no mask token, which is needed for a masked language model"
                 )
             special = tuple(tokenizer.all_special_ids)
             self._masking = Masking(self.masked_share, tokenizer.mask_token_id, special, len(tokenizer))

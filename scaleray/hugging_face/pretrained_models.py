@@ -1,4 +1,4 @@
-"""Model of transformers from a config or a local folder: its class, config and weights, if any. Only safetensors is
+"""Models of transformers from a config or a local folder: class, config and weights, if any. Only safetensors files are
 read, no code in a folder is run, and nothing is downloaded."""
 
 import warnings
@@ -17,7 +17,7 @@ from scaleray.parallel.experts import divisible_experts
 
 EXTRA = "hugging-face"
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-"""Arguments of every `from_pretrained`: no network, and no code from a folder."""
+"""Arguments of every `from_pretrained`: no network access, and no code from a folder."""
 
 
 def transformers() -> Any:
@@ -120,9 +120,9 @@ def build(auto_class: str, config: Any, folder: str | None, *, attention: str | 
     if getattr(config, "output_router_logits", False):
         raise WorkloadError.problem(
             "workload.args.model",
-            "sets output_router_logits: transformers' balance loss is that of a worker's batch, which would make the "
-            "training depend on the number of workers",
-            "omit it; the router is then trained by the loss alone",
+            "sets output_router_logits: transformers computes the balance loss on a worker's batch, which would make "
+            "the training depend on the number of workers",
+            "omit it; the router is then trained only by the loss",
         )
     transformers().logging.disable_progress_bar()
     factory = getattr(transformers(), auto_class)
@@ -148,8 +148,8 @@ def build(auto_class: str, config: Any, folder: str | None, *, attention: str | 
 
 
 def _read(factory: Any, folder: str, **options: Any) -> nn.Module:
-    """Return the model with a folder's weights. Randomly initialised parts are reported in one line, instead of
-    transformers' table from every process."""
+    """Return the model with a folder's weights. Randomly initialised parts are reported in one line instead of
+    transformers' table in every process."""
     logging = transformers().logging
     before = logging.get_verbosity()
     logging.set_verbosity_error()

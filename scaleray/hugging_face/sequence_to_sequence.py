@@ -1,4 +1,4 @@
-"""Ready-made workload for models that map one text to another, such as T5 and BART."""
+"""Ready-made workload for models that map a text to another text, such as T5 and BART."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,9 +16,9 @@ from scaleray.hugging_face.language_models import LabelledTexts
 from scaleray.hugging_face.token_rows import IGNORED
 
 GENERATED = "is_generated"
-"""Column that is 1 in the rows whose answers are generated in evaluations."""
+"""Column that is 1 in rows for which evaluations generate answers."""
 ROUGE = ("rouge1", "rouge2", "rougeL")
-"""Types of ROUGE that need no library for splitting sentences."""
+"""Types of ROUGE that do not need a library for splitting sentences."""
 
 
 class SequenceToSequence(LabelledTexts):
@@ -61,7 +61,7 @@ class SequenceToSequence(LabelledTexts):
         there = pretrained_models.read_config(self.model, changes)
         if not there.is_encoder_decoder:
             raise WorkloadError.problem(
-                "workload.args.model", f"is a {there.model_type}, which has no encoder and decoder, unlike t5 and bart"
+                "workload.args.model", f"is a {there.model_type}, which has no encoder and decoder, as t5 and bart have"
             )
         if changes and "decoder_start_token_id" not in self.model:
             changes["decoder_start_token_id"] = self.pad
@@ -78,7 +78,7 @@ class SequenceToSequence(LabelledTexts):
     def evaluate(
         self, model: nn.Module, batches: Iterable[Any], *, split: str, rank: int, world_size: int
     ) -> Mapping[str, Any]:
-        """Share of generated answers that equal the target, and their ROUGE."""
+        """Share of generated answers that equal the target, and their ROUGE scores."""
         sums = {"exact_match": 0.0, **(dict.fromkeys(ROUGE, 0.0) if self.rouge else {})}
         count = 0
         for batch in batches:
@@ -119,7 +119,7 @@ class SequenceToSequence(LabelledTexts):
         if end is None:
             raise WorkloadError.problem(
                 "workload.args.tokenizer",
-                "has no eos_token, which must end every answer",
+                "has no eos_token, with which every answer must end",
                 'write "eos_token": "</s>" into its tokenizer_config.json, or use another tokenizer',
             )
         found = tokenizer(text_target=texts, truncation=True, max_length=self.target_length)["input_ids"]

@@ -1,4 +1,4 @@
-"""Plans of tensor parallelism for models of transformers, from those that transformers has for inference."""
+"""Plans of tensor parallelism for models of transformers, made from transformers' plans for inference."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,13 +24,13 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     # norms of each head: (rows, tokens, heads, width), of which a worker has some heads
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
 }
-"""Styles of torch by transformers' name."""
+"""Parallel styles of torch, by transformers' name."""
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
 def transformers_plan(model: Any, *, size: int, sequence_parallel: bool) -> Mapping[str, ParallelStyle] | None:
-    """The plan of a model, such as Llama or Qwen; None for a model without one. Raises ConfigError for a number of
-    workers that does not divide its heads, and WorkloadError for layers that only inference can split."""
+    """The plan of a model, such as Llama or Qwen; None if it has none. Raises ConfigError for a number of workers that
+    does not divide its heads, and WorkloadError for layers that can be split only for inference."""
     config, prefix = getattr(model, "config", None), getattr(model, "base_model_prefix", "")
     of_base = getattr(config, "base_model_tp_plan", None)
     if not of_base or not isinstance(getattr(model, prefix, None), nn.Module):
@@ -52,7 +52,7 @@ def transformers_plan(model: Any, *, size: int, sequence_parallel: bool) -> Mapp
 
 
 def _by_tokens(model: nn.Module, prefix: str, names: Mapping[str, str]) -> dict[str, ParallelStyle]:
-    """Styles with which workers have a part of the tokens between the first and the last layer, outside of attention
+    """Styles with which each worker has a part of the tokens between the first and the last layer, except in attention
     and feed-forward layers."""
     layers = getattr(model.get_submodule(prefix), "layers", nn.ModuleList())
     if len(layers) < 2 or not all(

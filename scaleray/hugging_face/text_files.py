@@ -24,9 +24,9 @@ LONGEST_FIELD = 2**31 - 1  # characters; the largest number that csv takes on ev
 def read_splits(data: Any, *, validation_share: float) -> dict[str, list[Record]]:
     """Read the records of each split. Raises DataError.
 
-    data: paths by split, each a path, a pattern such as `texts/**/*.txt`, or a list of them; a folder means all files
-    in and below it. Or Datasets of Hugging Face by split. validation_share: share of the training records that becomes
-    the split `val`, chosen by a hash of their content, independent of other records.
+    data: paths by split, each a path, a pattern such as `texts/**/*.txt`, or a list of them, or Datasets of Hugging
+    Face by split. A folder means all files in and below it. validation_share: share of the training records that
+    becomes the split `val`, chosen by a hash of their content, independent of other records.
     """
     if not isinstance(data, Mapping) or TRAIN not in data:
         raise DataError(
@@ -156,7 +156,7 @@ def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
                     raise DataError.problem(
                         where,
                         f"has {quantity(len(row), 'field')}, but the header has {len(header)}: {', '.join(header)}",
-                        f"put a field that contains {delimiter!r} into quotes, or correct the row",
+                        f"put fields that contain {delimiter!r} in quotes, or correct the row",
                     )
                 if any("\0" in field for field in row):
                     raise DataError.problem(

@@ -1,4 +1,4 @@
-"""Ready-made workload for models that tag each word of a text, measured by the entities found."""
+"""Ready-made workload for models that tag each word of a text, measured by entities."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -26,11 +26,11 @@ WITH_PREFIX = tuple(f"{prefix}-" for prefix in (*BEGIN, *END, "I"))
 
 
 class TokenClassification(LabelledTexts):
-    """Tag each word: its first token gets the tag, others are ignored.
+    """Tag each word of a text. The first token of a word gets its tag; others are ignored.
 
-    words, tags: columns with a list of words and a list of as many tags, names or numbers. labels: names of the tags in
-    the order of the model's logits, which define numeric tags; None: those of the training data, in the order of the
-    model's id2label, of their ClassLabel, or else sorted.
+    words, tags: columns with a list of words and a list of as many tags, as names or numbers. labels: tag names in the
+    order of the model's logits, to which numeric tags refer; None for the names in the training data, in the order of
+    the model's id2label, of their ClassLabel, or else sorted.
     """
 
     auto_class = "AutoModelForTokenClassification"
@@ -90,8 +90,8 @@ class TokenClassification(LabelledTexts):
         columns[STARTS] = Ragged.of([starts.astype(np.int8) for starts in is_start])
         if cut := sum(len(set(place[place >= 0])) < len(row) for place, row in zip(places, words, strict=True)):
             warnings.warn(
-                f"{cut} of {len(words)} records of the {what} data have words without a token in the first "
-                f"{self.sequence_length}: those have no tag",
+                f"{cut} of {len(words)} records of the {what} data have words without a token among the first "
+                f"{self.sequence_length}: these words have no tag",
                 stacklevel=2,
             )
         if what in self.data or all(record.get(self.tags) is not None for record in records):
@@ -102,7 +102,7 @@ class TokenClassification(LabelledTexts):
         return ArraySource(columns)
 
     def _numbers(self, records: list[text_files.Record], words: list[Any], what: str) -> list[np.ndarray]:
-        """Number of each word's tag, by record."""
+        """Numbers of the words' tags, by record."""
         numbers: dict[Any, int] = {name: number for number, name in enumerate(self.names)}
         by_number = {number: number for number in range(len(self.names))}
         known = {**by_number, **{int(n): at for n, at in numbers.items() if n.isdecimal()}, **numbers}
@@ -128,9 +128,9 @@ def entity_metrics(
     found: torch.Tensor, right: torch.Tensor, rows: torch.Tensor, names: Sequence[str]
 ) -> dict[str, tuple[Any, Any]]:
     """Precision, recall and F1 of entities over all types, as sums and counts. An entity is correct if its type, first
-    and last word are. As in conlleval, an inside tag after one of another type begins an entity.
+    word and last word are. As in conlleval, an inside tag after a tag of another type begins an entity.
 
-    found, right: numbers of the tags of the words of all rows, concatenated. rows: row of each word.
+    found, right: predicted and correct tag numbers of the words of all rows, concatenated. rows: row of each word.
     """
     places = torch.arange(len(found), device=found.device)
     (own_start, own_last, own_kind), (start, last, kind) = (

@@ -1,4 +1,4 @@
-"""Rows of one length from documents of various lengths: tokenising, cutting, packing and padding.
+"""Rows of equal length from documents of various lengths: tokenising, cutting, packing and padding.
 
 A row has the inputs of a model of transformers: `input_ids`, with `labels` (-100 where nothing is predicted),
 `attention_mask` or `position_ids` if they differ from their defaults.
@@ -41,7 +41,7 @@ class Tokens:
 
     @property
     def as_labels(self) -> np.ndarray:
-        """Labels of the document alone: its first token is not predicted."""
+        """Labels of a single document, whose first token is not predicted."""
         labels = (self.ids if self.labels is None else self.labels).copy()
         labels[:1] = IGNORED
         return labels
@@ -60,8 +60,8 @@ def tokenize(texts: Sequence[str], tokenizer: Any, *, end: int | None) -> list[T
 
 
 def concatenated(documents: Sequence[Tokens], length: int, *, what: str) -> ArraySource:
-    """Rows cut from all documents joined together; attention crosses the ends of documents, and the remainder is
-    dropped. Raises DataError if there is not enough for one row."""
+    """Rows cut from all documents joined together. Attention crosses the ends of documents, and the remainder is
+    dropped. Raises DataError if there are too few tokens for one row."""
     ids = np.concatenate([np.zeros(0, np.int32), *(document.ids for document in documents)])
     rows = len(ids) // length
     if not rows:
@@ -78,8 +78,8 @@ def concatenated(documents: Sequence[Tokens], length: int, *, what: str) -> Arra
 
 
 def packed(documents: Sequence[Tokens], length: int, *, pad: int) -> ArraySource:
-    """Rows with several separate documents: each has positions from 0, by which transformers finds its start, and
-    attention does not cross its end. Longer documents are cut into pieces of `length`."""
+    """Rows with several separate documents. Each has positions from 0, by which transformers finds its start, and
+    attention does not cross its end. Longer documents are cut into pieces of `length` tokens."""
     pieces = [d.piece(s, s + length) for d in documents for s in range(0, len(d), length)]
     rows = _fill([len(piece) for piece in pieces], length)
     shape = (len(rows), length)
@@ -131,7 +131,7 @@ class TokenPadding(Columnwise):
 
 
 def _fill(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Assign pieces to rows: each, longest first, goes to the row with the least sufficient room."""
+    """Assign pieces to rows: each piece, longest first, goes to the row with the least sufficient space."""
     rows: list[list[int]] = []
     spaces: list[int] = []  # sorted
     with_space: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Tokenizers from local files, and one that needs no files: bytes."""
+"""Tokenizers from local files, and a tokenizer of bytes that needs no files."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from scaleray.errors import WorkloadError, first_line
 from scaleray.hugging_face.pretrained_models import EXTRA, LOCAL, transformers
 
 BYTES = "bytes"
-"""Name, in place of a path, of the tokenizer whose tokens are the bytes of the text."""
+"""Name, used in place of a path, of the tokenizer whose tokens are the bytes of the text."""
 FAST = "tokenizer.json"
 FILES = (FAST, "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 CHAT = (
@@ -26,7 +26,7 @@ def has_tokenizer(folder: str | None) -> bool:
 
 
 def load_tokenizer(where: str | None) -> Any:
-    """Load the tokenizer of a folder or a tokenizer.json, or `bytes`. Raises WorkloadError if it is missing."""
+    """Load the tokenizer from a folder or a tokenizer.json, or `bytes`. Raises WorkloadError if it is missing."""
     if where is None:
         raise WorkloadError.problem(
             "workload.args.tokenizer",
@@ -41,7 +41,7 @@ def load_tokenizer(where: str | None) -> Any:
             "workload.args.tokenizer",
             where,
             "no such folder or file exists here",
-            f"nothing is downloaded from a hub: copy its files, give its {FAST}, or use {BYTES}",
+            f"nothing is downloaded from a hub: copy the tokenizer's files, give its {FAST}, or use {BYTES}",
         )
     if path.is_dir() and not has_tokenizer(where):
         there = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"

@@ -24,8 +24,8 @@ EXTRA = "images"
 def build(name: str, *, num_classes: int, options: Mapping[str, Any], weights: str | None) -> nn.Module:
     """Build the named model with `num_classes` classes.
 
-    options: more arguments of its function. weights: a .safetensors or .pt file; a head for other classes keeps its
-    random initialisation. Raises WorkloadError and CheckpointError.
+    options: more arguments of its function. weights: a .safetensors or .pt file. A head with a different number of
+    classes keeps its random initialisation. Raises WorkloadError and CheckpointError.
     """
     source, _, model_name = name.partition(":")
     if source not in _SOURCES or not model_name:
@@ -41,9 +41,7 @@ def build(name: str, *, num_classes: int, options: Mapping[str, Any], weights: s
     try:
         model = make(model_name, num_classes, dict(options))
     except (TypeError, ValueError) as exc:
-        raise WorkloadError(
-            "workload.args.options", dict(options), f"{name} does not accept them: {first_line(exc)}"
-        ) from exc
+        raise WorkloadError("workload.args.options", dict(options), f"{name} rejected them: {first_line(exc)}") from exc
     if weights is not None:
         load_weights(model, weights)
     return model

@@ -1,6 +1,7 @@
-"""Folders of images as the data of a workload: sources by split, the decoding transform, and pixels for the model.
+"""Folders of images as the data of a workload: sources by split, the transform that decodes them, and pixels for the
+model.
 
-Files are decoded where rows are read, in Ray tasks. Crop and mirroring follow from the row's seed; evaluations always
+Files are decoded where rows are read, in Ray tasks. Cropping and mirroring depend on the row's seed; evaluations always
 use the centre.
 """
 
@@ -56,9 +57,10 @@ def decode(path: Path, shape: Shape, box: Any) -> np.ndarray:
 
 
 def _converted(image: Any, mode: str) -> Any:
-    """Convert the image to one of MODES: 16 bits as value / 257, transparency over black, first frame of an animation.
+    """Convert the image to one of MODES: 16 bits become value / 257, transparency is put over black, and an animation
+    becomes its first frame.
 
-    Raises DataError for a mode whose values have no known range, and for several pages.
+    Raises DataError for a mode whose values have no known range, or for several pages.
     """
     if image.format == "TIFF" and image.n_frames > 1:
         raise DataError("", f"a TIFF with {image.n_frames} pages", "it must have one page", "write one file per page")
@@ -82,7 +84,7 @@ def _no_range(mode: str, values: np.ndarray) -> DataError:
         "",
         f"in mode {mode}, with values from {values.min():g} to {values.max():g}",
         "values must have 8 bits, or 16 unsigned bits",
-        "write it with 8 or 16 bits, scaled to their range, or read it in your own Dataset",
+        "write it with 8 or 16 bits, scaled to that range, or read it in your own Dataset",
     )
 
 
@@ -94,9 +96,9 @@ def central_box(width: int, height: int, *, share: float) -> Box:
 
 
 def random_box(width: int, height: int, *, areas: tuple[float, float], numbers: np.ndarray) -> Box:
-    """Crop with a random area, as a share of the whole within `areas`, at a random aspect ratio and place.
+    """Crop with a random area (a share of the whole within `areas`), aspect ratio and position.
 
-    numbers: four, uniform from 0 to 1. A crop that is wider or higher than the image is cut to it.
+    numbers: four, uniform from 0 to 1. A crop that is wider or higher than the image is cut to its size.
     """
     area = width * height * (areas[0] + (areas[1] - areas[0]) * numbers[0])
     low, high = math.log(RATIOS[0]), math.log(RATIOS[1])
@@ -108,17 +110,17 @@ def random_box(width: int, height: int, *, areas: tuple[float, float], numbers: 
 
 PIXELS = "pixel_values"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Mean and standard deviation of ImageNet's channels, from 0 to 1, used in training most weights."""
+"""Mean and standard deviation of ImageNet's channels, from 0 to 1, with which most weights were trained."""
 
 
 class ImageData:
     """Folders by split, each with one folder per class.
 
     data: {train: folder, val: folder, ...}. size: height and width of the model's input. crop: smallest and largest
-    share of an image for random crops in training; None uses the whole image, stretched. flip: whether training mirrors
-    images at random. middle: share of the shorter edge for the central crop in evaluation, if training crops. channels:
-    3, or 1 for grey. mean, std: of the channels, for the model's input. classes: their order; None sorts the names in
-    the training folder. order: default order of the names.
+    share of an image for random crops in training; None stretches the whole image. flip: whether training mirrors
+    images at random. middle: share of the shorter edge for the central crop in evaluation, if training uses crops.
+    channels: 3, or 1 for grey. mean, std: statistics of the channels, for the model's input. classes: names in order;
+    None sorts the names in the training folder. order: default order of the names.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class ImageData:
         if channels not in MODES:
             raise ConfigError("workload.args.channels", channels, "it must be 1 (grey) or 3")
         if size < 1 or not 0 < middle <= 1:
-            raise ConfigError("workload.args.size", size, "size must be at least 1, and middle from 0 to 1")
+            raise ConfigError("workload.args.size", size, "size must be at least 1, and middle between 0 and 1")
         # absolute immediately, since workers and tasks run in other directories
         self.folders = {name: str(Path(folder).expanduser().absolute()) for name, folder in data.items()}
         self.shape, self.flip, self.middle = Shape(size, channels), flip, middle
@@ -164,17 +166,17 @@ class ImageData:
         return self._classes
 
     def datasets(self) -> dict[str, ImageFolder]:
-        """Sources by split: names of files, and labels."""
+        """Sources by split, with file names and labels."""
         return {name: ImageFolder(folder, self.classes) for name, folder in self.folders.items()}
 
     def at(self, path: str) -> ImageFiles | None:
-        """Images in a folder other than the splits; None if there are none."""
+        """Source of the images in a folder other than the splits; None if there are none."""
         return images_at(path, self.classes)
 
     def transform(self, rows: Mapping[str, Any], rng: Any, split: str) -> dict[str, Any]:
-        """Replace the rows' files by their images as `pixel_values`, uint8 (rows, channels, size, size).
+        """Replace the rows' files with their images as `pixel_values`, uint8 (rows, channels, size, size).
 
-        Files of splits other than the data's, as in predictions, are paths relative to the current folder.
+        Files of other splits, as in predictions, are paths relative to the current folder.
         """
         folder = Path(self.folders.get(split, ""))
         files = file_names(rows[FILE])

@@ -19,7 +19,7 @@ FILE, LABELS = "file", "labels"
 class ImageFiles(ArraySource):
     """Rows of image files: `file`, the name as bytes (uint8, zero-padded), and `labels` if available.
 
-    files: names relative to `folder`; rows contain them as given by `named`.
+    files: names relative to `folder`. named: prefix of the names in the rows.
     """
 
     def __init__(self, folder: Path, files: Sequence[str], labels: Sequence[int] | None, named: str = "") -> None:
@@ -33,7 +33,7 @@ class ImageFiles(ArraySource):
         super().__init__(columns if labels is None else {**columns, LABELS: np.array(labels, np.int64)})
 
     def describe(self) -> dict[str, Any]:
-        """Description for the record: names and sizes are hashed, as reading all files would delay every start."""
+        """Description for the record. Names and sizes are hashed, as reading all files would delay every start."""
         return {
             "kind": "images",
             "rows": self.num_rows,
@@ -67,8 +67,8 @@ class ImageFolder(ImageFiles):
 
 
 def images_at(path: str, classes: Sequence[str]) -> ImageFiles | None:
-    """Images in and below a folder that is not a split, by full path, ordered by name; with labels if each is in a
-    folder of its class. None if there are none."""
+    """Images in and below a folder that is not a split, by full path, ordered by name, with labels if each image is in
+    a folder of its class. None if there are no images."""
     folder = Path(path)
     files = _images(folder, "")
     if not files:
@@ -79,13 +79,13 @@ def images_at(path: str, classes: Sequence[str]) -> ImageFiles | None:
 
 
 def class_names(folder: str) -> list[str]:
-    """Names of the folders in a folder, sorted, numbers by value. Raises DataError if there are none."""
+    """Names of the subfolders of a folder, sorted, with numbers by value. Raises DataError if there are none."""
     path = Path(folder)
     if not path.is_dir():
         raise DataError("the folder of images", folder, "it does not exist", "give a folder accessible to every worker")
     names = [p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith(".")]
     if not names:
-        raise DataError("the folder of images", folder, "it has no subfolders: each class needs one with its images")
+        raise DataError("the folder of images", folder, "it has no subfolders: each class needs its own")
     return sorted(names, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name))
 
 
@@ -95,6 +95,6 @@ def file_names(column: np.ndarray) -> list[str]:
 
 
 def _images(folder: Path, name: str) -> list[str]:
-    """Names of the images in and below a folder, including linked folders."""
+    """Names of images in and below a folder, including linked folders."""
     found = [path for path in files_below(folder / name) if path.suffix.lower() in ENDINGS]
     return sorted(path.relative_to(folder).as_posix() for path in found)

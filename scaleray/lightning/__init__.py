@@ -1,4 +1,4 @@
-"""LightningModules as workloads: `as_workload(MyModule, MyDataModule)` runs them unchanged."""
+"""LightningModules as workloads: `as_workload(MyModule, MyDataModule)` trains them unchanged."""
 
 from scaleray.lightning.workload import LightningWorkload, as_workload
 

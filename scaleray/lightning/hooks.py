@@ -1,5 +1,5 @@
-"""Call the `on_*` hooks of a module and its callbacks at the points of Lightning's Trainer, and step schedulers that
-follow a measured value."""
+"""Call the `on_*` hooks of a module and its callbacks when Lightning's Trainer would, and step schedulers that follow a
+measured value."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from scaleray.lightning.trainer_object import TrainerStandIn
 
 
 class EpochSums:
-    """Sums and counts of this worker by name, on the device until they are read."""
+    """Sums and counts on this worker by name, which stay on the device until they are read."""
 
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
@@ -47,7 +47,7 @@ class EpochSums:
                 self._sums[name] = own + self._sums[name] if name in self._sums else own
 
     def means(self, run: Any) -> dict[str, float]:
-        """The means over all workers; resets the sums. Collective."""
+        """Return the means over all workers, and reset the sums. Collective."""
         found = run.sums(self.values())
         self._sums.clear()
         return {name: total / count for name, (total, count) in found.items() if count}
@@ -59,11 +59,11 @@ NEVER_MEASURED = "set evaluation.every, for example '1 epoch'"
 class LightningHooks(Callback):
     """Calls the hooks of a module and its callbacks between steps and around evaluations, on every worker.
 
-    callbacks: those whose hooks are called, before the module's. monitors: for each value in the record, the
-    callback that follows it and its name in `self.log`. schedule: the module's schedulers, if it has any.
-    evaluate_every: steps from one evaluation to the next. metrics: torchmetrics objects logged by training steps, by
-    name; evaluated_metrics: those logged by the evaluated split, by their names in the record. logged_as: name in
-    `self.log` of each value that an evaluation records."""
+    callbacks: callbacks whose hooks are called, before the module's. monitors: for each value in the record, the
+    callback that follows it and its name in `self.log`. schedule: the module's schedulers, if any. evaluate_every:
+    steps between evaluations. metrics: torchmetrics objects logged by training steps, by name. evaluated_metrics:
+    torchmetrics objects logged by the evaluated split, by name in the record. logged_as: name in `self.log` of each
+    value that an evaluation records."""
 
     def __init__(self, trainer: TrainerStandIn) -> None:
         self.trainer = trainer
@@ -87,7 +87,7 @@ class LightningHooks(Callback):
 
     @property
     def is_running(self) -> bool:
-        """Whether training steps run: the first batch is only inspected."""
+        """Whether training steps are running; the first batch is only inspected."""
         return self._run is not None
 
     def on_begin(self, run: Any) -> None:
@@ -96,17 +96,17 @@ class LightningHooks(Callback):
         self.trainer.place = run.rank, run.world_size
         connect(self.module, run)
         if anew := restore_states(self.module, self._metrics_before):
-            run.warn(f"{', '.join(anew)}: the workers' states cannot be added; covers only the rest of the epoch")
+            run.warn(f"{', '.join(anew)}: the workers' states cannot be added, so it covers only the rest of the epoch")
         self._set_up_callbacks()
         if self._had_others:
-            run.warn(f"{', '.join(self._had_others)}: the workers had different states; all now use that of rank 0")
+            run.warn(f"{', '.join(self._had_others)}: the workers had different states; all now use rank 0's")
         self.call("on_fit_start")
         self._call_logging("on_train_start")
         if self.trainer.batch_idx == 0:
             self._call_logging("on_train_epoch_start")
 
     def before_batch(self, batch: Any) -> None:
-        """Called before a micro-batch; hooks see only the first one of a step."""
+        """Called before a micro-batch; hooks receive only the first one of a step."""
         if not self.is_running or self._began_step == self.trainer.global_step:
             return
         self._began_step = self.trainer.global_step
@@ -180,7 +180,7 @@ class LightningHooks(Callback):
         self.call("teardown", "fit")
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's logged values of the current epoch, the last measurements, and the callbacks' states."""
+        """This worker's logged values in the current epoch, the last measurements, and the callbacks' states."""
         return {
             "sums": self.sums.values(),
             "metrics": {} if self.module is None else states_of(self.module),
@@ -194,7 +194,7 @@ class LightningHooks(Callback):
         self._load_callbacks([state])
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from the states of another number of workers; rank 0 loads all."""
+        """Continue from the states of a different number of workers; rank 0 loads all of them."""
         self._go_on(states if self.trainer.is_global_zero else [], states[0]["measured"])
         self._load_callbacks(states)
 
@@ -204,7 +204,7 @@ class LightningHooks(Callback):
         self._metrics_before = [state["metrics"] for state in states]
 
     def _by_key(self) -> dict[str, Any]:
-        """The callbacks by Lightning's state key and a number, since several may share a key."""
+        """Callbacks by Lightning's state key and a number, since several may share a key."""
         return {f"{number} {each.state_key}": each for number, each in enumerate(self.callbacks)}
 
     def _set_up_callbacks(self) -> None:
@@ -214,7 +214,7 @@ class LightningHooks(Callback):
                 callback.setup(self.trainer, self.module, "fit")
 
     def _load_callbacks(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the callbacks' states; if the number of workers changed, all get rank 0's."""
+        """Restore the callbacks' states; if the number of workers changed, all workers get rank 0's."""
         self._set_up_callbacks()
         for key, callback in self._by_key().items():
             found = [state["callbacks"][key] for state in states if key in state["callbacks"]]
@@ -246,7 +246,7 @@ class LightningHooks(Callback):
                 self.call(hook)
 
     def _check_monitors(self, metrics: Mapping[str, float]) -> None:
-        """Raise WorkloadError for a callback whose monitored name means another value in the record."""
+        """Raise WorkloadError for a callback whose monitored name is that of another value in the record."""
         for recorded, (callback, monitor) in self.monitors.items():
             splits = {name.partition("/")[0] for name in self.logged_as}
             if recorded.partition("/")[0] in splits and self.logged_as.get(recorded) != monitor:
@@ -255,7 +255,7 @@ class LightningHooks(Callback):
 
     @contextlib.contextmanager
     def _logging(self, split: str) -> Iterator[None]:
-        """Context for a hook: its logged values are averaged over workers and recorded."""
+        """Context for a hook, whose logged values are averaged over workers and recorded."""
         with self.module.log.keeping(1, is_training=False) as kept:
             yield
         sums = EpochSums()

@@ -1,4 +1,4 @@
-"""Methods of a LightningModule or LightningDataModule that scaleray runs, and those that it refuses by name at the
+"""Methods of a LightningModule or LightningDataModule that scaleray runs, and methods that it refuses by name at the
 start. Lightning is not imported: its classes are found among the base classes, under either package name."""
 
 import inspect
@@ -9,35 +9,35 @@ from scaleray.common.user_code import place_of as place_of
 from scaleray.errors import WorkloadError
 
 PACKAGES = ("lightning", "pytorch_lightning")
-OWN_STEP = "scaleray performs the step itself, alike under every strategy"
+OWN_STEP = "scaleray performs the step itself, in the same way under every strategy"
 REFUSED_OF_MODULE = {
     "backward": (OWN_STEP, "leave it out"),
     "optimizer_step": (OWN_STEP, "leave it out"),
     "optimizer_zero_grad": (OWN_STEP, "leave it out"),
     "lr_scheduler_step": (
         "schedulers are stepped as Lightning does by default",
-        "return one with torch's interface from configure_optimizers",
+        "return a scheduler with torch's interface from configure_optimizers",
     ),
     "configure_gradient_clipping": (
         "gradients are clipped by their norm over all workers",
-        "leave it out, and use --optimizer.clip-norm",
+        "omit it, and use --optimizer.clip-norm",
     ),
     "on_before_zero_grad": (OWN_STEP, "use on_train_batch_start or on_train_batch_end"),
     "on_before_backward": (OWN_STEP, "compute it in training_step"),
-    "on_after_backward": (OWN_STEP, "gradients' norms are in the record; use --optimizer.clip-norm to clip"),
-    "on_before_optimizer_step": (OWN_STEP, "gradients' norms are in the record; use --optimizer.clip-norm to clip"),
+    "on_after_backward": (OWN_STEP, "gradient norms are in the record; use --optimizer.clip-norm to clip"),
+    "on_before_optimizer_step": (OWN_STEP, "gradient norms are in the record; use --optimizer.clip-norm to clip"),
     "on_before_batch_transfer": ("scaleray moves batches to the device", "use on_after_batch_transfer"),
     "transfer_batch_to_device": ("scaleray moves batches to the device", "use on_after_batch_transfer"),
     "configure_sharded_model": ("Lightning has removed it", "use configure_model"),
     "on_save_checkpoint": ("checkpoints are scaleray's own", "keep state in buffers, which are saved"),
     "on_load_checkpoint": ("checkpoints are scaleray's own", "keep state in buffers, which are saved"),
 }
-"""Hooks that would change a step, or belong to Lightning's Trainer: reason and alternative."""
+"""Refused hooks, which would change a step or belong to Lightning's Trainer: reason and alternative."""
 REFUSED_OF_DATA = ("on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device")
 
 
 def lightning_base(cls: Any, name: str) -> type | None:
-    """Lightning's class of this name (`LightningModule`, ...) that `cls` derives from, or None."""
+    """Lightning class of this name (`LightningModule`, ...) from which `cls` derives, or None."""
     parents = cls.__mro__ if isinstance(cls, type) else ()
     return next((p for p in parents if p.__name__ == name and p.__module__.partition(".")[0] in PACKAGES), None)
 
@@ -50,7 +50,7 @@ def is_overridden(name: str, made: Any, base: str = "LightningModule") -> bool:
 
 
 def check_module_class(cls: Any) -> None:
-    """Raise WorkloadError for other objects, or a LightningModule with hooks that scaleray cannot run."""
+    """Raise WorkloadError for anything but a LightningModule, or for hooks that scaleray cannot run."""
     if lightning_base(cls, "LightningModule") is None:
         found = cls.__name__ if isinstance(cls, type) else type(cls).__name__
         raise WorkloadError("the module of as_workload()", found, "it must be a LightningModule or its class")
@@ -76,7 +76,7 @@ def check_data_class(cls: type) -> None:
 
 
 def is_attached(module: Any) -> bool:
-    """Whether a LightningModule has a stand-in for its trainer; copies have none."""
+    """Whether a LightningModule has a stand-in for its trainer; copies of a module have none."""
     try:
         return module.trainer is not None
     except RuntimeError:
@@ -84,7 +84,7 @@ def is_attached(module: Any) -> bool:
 
 
 def arguments_of(made_of: Any) -> Mapping[str, inspect.Parameter]:
-    """Arguments that a class or function takes by name; empty for an object."""
+    """Names of a class's or function's arguments; empty for an object."""
     if not (isinstance(made_of, type) or inspect.isfunction(made_of)):
         return {}
     return {p.name: p for p in inspect.signature(made_of).parameters.values() if p.kind is not p.VAR_POSITIONAL}

@@ -1,8 +1,8 @@
 """Encode the structure of a Dataset's items in the names of its columns.
 
-`train[0]` and `train[1]` are a pair, `val.image` is a value of a dict, `train` is an item that is a tensor alone. From
-the names a worker rebuilds a DataLoader's batch and its split. `train~.text@text` comes from a loader with its own
-collation, which gets the original items: `@` gives a value's type."""
+`train[0]` and `train[1]` are a pair, `val.image` is a value in a dict, and `train` is an item that is a single tensor.
+From the names, a worker rebuilds a DataLoader's batch and its split. `train~.text@text` comes from a loader with its
+own collate_fn, which gets the original items; `@` precedes a value's type."""
 
 import functools
 import json
@@ -29,12 +29,12 @@ BACK: dict[str, Callable[[np.ndarray], Any]] = {
     "list": lambda row: row.tolist(),
     "array": lambda row: row,
 }
-"""Conversion of a column's row to its original type, by the word after `@`."""
+"""Conversion of a column's row to its original type, by the type name after `@`."""
 
 
 def columns_of(split: str, item: Any, *, is_exact: bool = False) -> dict[str, Any]:
-    """The values of a Dataset's item by column name. is_exact: `items_of` restores it, including text and lists of
-    numbers. Raises DataError for values that would be lost."""
+    """Values of a Dataset's item by column name. is_exact: encode so that `items_of` restores the item, including text
+    and lists of numbers. Raises DataError for values that would be lost."""
     found: dict[str, Any] = {}
     _flatten(split + COLLATED * is_exact, item, found, is_exact)
     return found
@@ -65,7 +65,7 @@ def _is_list_of_numbers(item: Any) -> bool:
 
 
 def _exactly(name: str, item: Any) -> tuple[str, Any]:
-    """Type name of a value (a key of `BACK`), and the value as numbers."""
+    """Type name of a value (a key of `BACK`), and the value encoded as numbers."""
     if isinstance(item, torch.Tensor):
         return "", item
     if isinstance(item, str):
@@ -78,23 +78,23 @@ def _exactly(name: str, item: Any) -> tuple[str, Any]:
         return "list", np.asarray(item, dtype=None if item else np.int64)
     if isinstance(item, (np.ndarray, np.generic)):
         return "array", np.asarray(item)
-    allowed = "items must hold tensors, arrays, numbers, text, and lists and dicts of them"
+    allowed = "items may contain tensors, arrays, numbers, text, and lists and dicts of them"
     raise DataError(f"a value of {name}", f"a {type(item).__name__}", allowed, "convert it to a tensor in __getitem__")
 
 
 def split_of(columns: Mapping[str, Any]) -> tuple[str, bool]:
-    """The rows' split, and whether its loader has its own collation."""
+    """Split of the rows, and whether its loader has its own collate_fn."""
     name = re.split(r"[.\[@]", next(iter(columns)), maxsplit=1)[0]
     return name.removesuffix(COLLATED), name.endswith(COLLATED)
 
 
 def batch_of(columns: Mapping[str, Any]) -> Any:
-    """The batch as torch's default collation returns it: tuples become lists."""
+    """The batch as returned by torch's default_collate: tuples become lists."""
     return _nested([(way, columns[name]) for name, way in zip(columns, _ways(tuple(columns)), strict=True)], list)
 
 
 def items_of(columns: Mapping[str, Any]) -> Iterator[Any]:
-    """The original items of a Dataset for these rows."""
+    """Restore the original items of a Dataset from these rows."""
     ways = _ways(tuple(columns))
     back = [BACK[name.partition("@")[2]] for name in columns]
     for row in zip(*(_rows(column) for column in columns.values()), strict=True):

@@ -12,17 +12,18 @@ from scaleray.common.metric_states import check_rules, is_metric_class, merged, 
 from scaleray.lightning.trainer_object import refused
 
 ADD_UP = ("dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min")
-"""torchmetrics' reductions that combine two workers' states into one from which a worker can continue."""
+"""Reductions of torchmetrics that combine two workers' states into one from which a worker can continue."""
 
 
 def metric_objects(module: nn.Module) -> list[Any]:
-    """The torchmetrics objects among a module's parts. The library is not imported for it."""
+    """The torchmetrics objects among a module's parts. The library is not imported for this."""
     return [part for part in module.modules() if any(is_metric_class(parent) for parent in type(part).__mro__)]
 
 
 def connect(module: nn.Module, run: Any) -> None:
-    """Reset a module's objects, and combine their states over the workers of this training: torchmetrics itself uses
-    the whole process group, in which others may train too. Raises WorkloadError if states cannot be combined."""
+    """Reset a module's objects, and let them combine states over the workers of this training; torchmetrics by default
+    uses the whole process group, in which other workers may train. Raises WorkloadError if states cannot be
+    combined."""
     for name, metric in _named_objects(module):
         if run.world_size > 1:
             check_rules(metric, f"the metric self.{name}")
@@ -35,8 +36,8 @@ def _has_several(run: Any) -> bool:
 
 
 def states_of(module: nn.Module) -> dict[str, Any]:
-    """States of objects with rows, by the names of the module's parts; a list as a mapping. States other than tensors
-    are left out."""
+    """States of objects that have received rows, by name of the module's part; lists become mappings. Only tensors are
+    kept."""
     found = {}
     for name, metric in _named_objects(module):
         state = {key: getattr(metric, key) for key in metric._reductions}
@@ -48,8 +49,8 @@ def states_of(module: nn.Module) -> dict[str, Any]:
 
 
 def restore_states(module: nn.Module, states: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Restore objects from the result of `states_of`, on one worker or, added up, on several. Returns the names of
-    those whose states cannot be added up, which are reset.
+    """Restore objects from the result of `states_of`: states of one worker, or states of several to be added up.
+    Returns the names of objects whose states cannot be added up, which are reset.
     """
     anew = []
     for name, metric in _named_objects(module):
@@ -78,7 +79,7 @@ def _is_of_tensors(value: Any) -> bool:
 
 
 def _add_up(metric: Any) -> bool:
-    """Whether two states of a metric combine exactly: a mean of means does not, nor class-specific state."""
+    """Whether two states of a metric combine exactly, unlike a mean of means or class-specific state."""
     return all(
         getattr(rule, "__name__", "") in ADD_UP or (rule is None and isinstance(metric._defaults[key], list))
         for key, rule in metric._reductions.items()
@@ -86,14 +87,14 @@ def _add_up(metric: Any) -> bool:
 
 
 def computed(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Values of objects over all workers by name; the objects are reset. Collective."""
+    """Compute the objects' values over all workers, by name, and reset the objects. Collective."""
     values = {name: metrics[name].compute() for name in sorted(metrics)}
     for metric in metrics.values():
         metric.reset()
     for name, value in values.items():
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             shown = f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise refused(f"the value of the metric {name!r}, {shown},", "a logged value must be one number")
+            raise refused(f"the value of the metric {name!r}, {shown},", "a logged value must be a single number")
     return {name: float(value) for name, value in values.items()}
 
 

@@ -1,4 +1,4 @@
-"""The optimizer and the schedulers of `configure_optimizers`, in all of its forms, stepped as Lightning steps them."""
+"""Optimizer and schedulers returned by `configure_optimizers`, in all of its forms, stepped as in Lightning."""
 
 import warnings
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from scaleray.errors import ConfigError, WorkloadError, text_of
 KEYS = {"scheduler", "interval", "frequency", "monitor", "strict", "reduce_on_plateau", "name"}
 WHAT = "configure_optimizers()"
 RATES = ("lr", "learning_rate")
-"""Hyperparameters and attributes that may hold a module's learning rate, as in Lightning's learning-rate finder."""
+"""Hyperparameters and attributes that may contain a module's learning rate, as in Lightning's learning-rate finder."""
 
 
 @dataclass
 class Due:
-    """A scheduler and its interval: every `frequency` steps or epochs, or after evaluations with a monitor."""
+    """A scheduler and its interval: every `frequency` steps or epochs, or after evaluations if it has a monitor."""
 
     scheduler: Any
     interval: str = "epoch"
@@ -62,8 +62,8 @@ def configured(given: Any) -> Configured:
     if not optimizers:
         return Configured()
     if len(optimizers) > 1:
-        allowed = "automatic optimisation takes one, as in Lightning"
-        hint = "give the parameter groups of one optimizer their own values"
+        allowed = "automatic optimisation accepts one, as in Lightning"
+        hint = "use one optimizer, with separate values for its parameter groups"
         raise WorkloadError.problem(WHAT, f"returned {len(optimizers)} optimizers: {allowed}", hint)
     own = optimizers[0]
     found = [_due(scheduler, monitor) for scheduler in schedulers]
@@ -73,8 +73,8 @@ def configured(given: Any) -> Configured:
 
 
 def configured_by_hand(given: Any) -> list[tuple[Optimizer, dict[int, Due]]]:
-    """Result of `configure_optimizers` of a module with manual optimisation: each optimizer with its schedulers, by
-    their numbers among all."""
+    """Result of `configure_optimizers` for manual optimisation: each optimizer, with its schedulers by index among
+    all."""
     optimizers, schedulers, _ = _taken_apart(given)
     found = [each["scheduler"] if isinstance(each, Mapping) else each for each in schedulers]
     if any(all(each.optimizer is not own for own in optimizers) for each in found):
@@ -141,15 +141,15 @@ def give_rate(module: Any, settings: Any, args: Mapping[str, Any]) -> None:
 
 
 def without_schedule(optimizer: Optimizer) -> Optimizer:
-    """The optimizer with the rates it had before its schedulers were made, which set the rates of the first step."""
+    """The optimizer with its rates before its schedulers, which set the rates of the first step, were created."""
     for group in optimizer.param_groups:
         group["lr"] = group.get("initial_lr", group["lr"])
     return optimizer
 
 
 class LightningSchedule(LRScheduler):
-    """Schedulers stepped as in Lightning: by steps, by epochs, or by evaluation values. made: the schedulers' original
-    optimizer, whose groups (in order) `optimizer` takes over."""
+    """Schedulers stepped as in Lightning: by steps, by epochs, or by evaluation values. made: original optimizer of the
+    schedulers; `optimizer` takes over its groups, in order."""
 
     def __init__(self, optimizer: Optimizer, made: Optimizer, schedulers: list[Due], steps_per_epoch: int) -> None:
         # not LRScheduler's own, which would take a first step
@@ -198,7 +198,7 @@ class LightningSchedule(LRScheduler):
 
 
 def step_scheduler(scheduler: Any) -> None:
-    """Step a scheduler, whose optimizer's own step torch may have missed."""
+    """Step a scheduler even if torch has not noticed a step of its optimizer."""
     try:
         if _has_begun(scheduler):
             scheduler.step()
@@ -216,7 +216,7 @@ def _has_begun(scheduler: Any) -> bool:
 
 
 def _move(scheduler: Any, optimizer: Optimizer) -> None:
-    """Attach a scheduler, and those inside it, to another optimizer."""
+    """Attach a scheduler, and the schedulers inside it, to another optimizer."""
     scheduler.optimizer = optimizer
     for inner in getattr(scheduler, "_schedulers", ()):
         _move(inner, optimizer)

@@ -1,6 +1,6 @@
 """Data of a LightningDataModule, or of a module's own hooks: the Dataset of each DataLoader. scaleray chooses the rows
-and order of steps: loaders keep their collation. Other settings are reported if they have no effect, and refused if
-they would change the training."""
+of each step, and uses the loaders' collate_fn. Other settings are reported if they have no effect, and refused if they
+would change the training."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -28,11 +28,11 @@ from scaleray.lightning.lightning_batches import columns_of
 
 VAL, TEST = "val", "test"
 MODES = {"max_size_cycle": max, "min_size": min}
-"""Mode of combining several train loaders, and the length that it gives them."""
+"""Mode of combining several train loaders, and the function that gives their common length."""
 
 
 class Rows(Dataset[dict[str, Any]]):
-    """The items of a Dataset as columns whose names encode their structure. is_exact: for a loader's own collation."""
+    """Items of a Dataset as columns, whose names encode their structure. is_exact: for a loader's own collate_fn."""
 
     def __init__(self, split: str, items: Any, *, is_exact: bool) -> None:
         self.split, self.items, self.is_exact = split, items, is_exact
@@ -45,7 +45,7 @@ class Rows(Dataset[dict[str, Any]]):
 
 
 class IteratedRows(IterableDataset[dict[str, Any]]):
-    """The items of an IterableDataset as columns, like `Rows`."""
+    """Items of an IterableDataset as columns, like `Rows`."""
 
     def __init__(self, split: str, items: Any, *, is_exact: bool) -> None:
         self.split, self.items, self.is_exact = split, items, is_exact
@@ -90,8 +90,8 @@ def train_source(given: Any) -> Any:
     if len(sizes) > 1:
         raise DataError.problem(
             "train_dataloader()",
-            f"returned several loaders with batches of {', '.join(map(str, sorted(sizes)))} rows: each row of a "
-            "step combines one item of each",
+            f"returned several loaders with batches of {', '.join(map(str, sorted(sizes)))} rows: each row of a step "
+            "combines one item of each loader",
             "give them one batch size",
         )
     if any(map(collation_of, loaders.values())):
@@ -110,30 +110,30 @@ def train_source(given: Any) -> Any:
     inner = getattr(given, "iterables", given)
     together: Any = dict(zip(inner, items.values(), strict=True)) if isinstance(inner, Mapping) else [*items.values()]
     rows = SideBySide(together, MODES[mode](map(len, items.values())))
-    notes.append("items of its loaders are paired by position, the same in every epoch")
+    notes.append("items of its loaders are paired by position, in the same way in every epoch")
     return _source(TRAIN, rows, notes)
 
 
 def evaluation_sources(split: str, given: Any) -> dict[str, Any]:
-    """The sources for the result of `val_dataloader()` or `test_dataloader()` by split: several loaders are separate
-    splits. Raises DataError."""
+    """The sources for the result of `val_dataloader()` or `test_dataloader()`, by split; several loaders become
+    separate splits. Raises DataError."""
     loaders = dict(_loaders(split, given))
     return {name: _source(name, loader, _check(name, loader)) for name, loader in loaders.items()}
 
 
 def collations(split: str, given: Any) -> dict[str, Any]:
-    """The loaders' own collations, by split."""
+    """The loaders' own collate_fn, by split."""
     return {name: collation_of(loader) for name, loader in _loaders(split, given)}
 
 
 def collation_of(loader: Any) -> Any:
-    """A loader's own collation, if any."""
+    """A loader's own collate_fn, if any."""
     collate = getattr(loader, "collate_fn", default_collate)
     return None if collate is default_collate else collate
 
 
 def loader_number(split: str) -> int | None:
-    """Index of an evaluation split among several loaders, None if it is the only one."""
+    """Index of an evaluation split's loader among several; None if it is the only one."""
     _, _, number = split.partition("_")
     return int(number) if number else None
 
@@ -163,8 +163,8 @@ def _check(split: str, loader: Any) -> list[str]:
         raise DataError(what, type(loader).__name__, allowed)
     if loader.batch_sampler is None or type(loader.batch_sampler) is not BatchSampler:
         found = "without batches" if loader.batch_sampler is None else f"with {type(loader.batch_sampler).__name__}"
-        allowed = "scaleray makes the batches, from single rows"
-        raise DataError(what, found, allowed, "leave batch_sampler out and give batch_size; see docs/lightning.md")
+        allowed = "scaleray makes batches from single rows"
+        raise DataError(what, found, allowed, "omit batch_sampler and give batch_size; see docs/lightning.md")
     if isinstance(loader.dataset, IterableDataset):
         return _without_effect(split, loader)
     return [*_check_sampler(what, split, loader), *_without_effect(split, loader)]
@@ -174,23 +174,23 @@ def _check_sampler(what: str, split: str, loader: DataLoader[Any]) -> list[str]:
     sampler = loader.sampler
     known = (RandomSampler, SequentialSampler, DistributedSampler, SubsetRandomSampler)
     if type(sampler) not in known:
-        text = "it would choose the rows, but scaleray has its own order"
-        hint = "leave it out, and weight rows in the loss or repeat them in the Dataset"
+        text = "it would choose the rows, whose order scaleray determines"
+        hint = "omit it, and weight rows in the loss or repeat them in the Dataset"
         raise DataError.problem(what, f"uses the sampler {type(sampler).__name__}: {text}", hint)
     if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(loader.dataset)):  # type: ignore[arg-type]
-        text = "uses a RandomSampler that repeats or drops rows, but in scaleray an epoch has each row exactly once"
+        text = "uses a RandomSampler that repeats or drops rows: in scaleray, an epoch has each row exactly once"
         raise DataError.problem(what, text, "use shuffle=True")
     if split.startswith(TRAIN) and isinstance(sampler, SequentialSampler):
-        return ["its DataLoader does not shuffle; data.shuffle decides here (true unless set to false)"]
+        return ["its DataLoader does not shuffle; data.shuffle determines this (true unless set to false)"]
     return []
 
 
 def _without_effect(split: str, loader: DataLoader[Any]) -> list[str]:
     notes = []
     if split.startswith(TRAIN):
-        notes.append(f"its DataLoader has batches of {loader.batch_size}; batch.global_size decides here")
+        notes.append(f"its DataLoader has batches of {loader.batch_size}; batch.global_size determines this")
     if loader.drop_last:
-        key = "batch.drop_last decides here" if split.startswith(TRAIN) else "every row is evaluated here"
+        key = "batch.drop_last decides here" if split.startswith(TRAIN) else "scaleray evaluates every row"
         notes.append(f"its DataLoader drops the last batch; {key}")
     if loader.worker_init_fn is not None:
         notes.append("its DataLoader's worker_init_fn is not called; scaleray seeds random numbers for each row")
@@ -198,7 +198,7 @@ def _without_effect(split: str, loader: DataLoader[Any]) -> list[str]:
 
 
 def _items(loader: Any) -> Any:
-    """The Dataset of a loader, or the part of it that its sampler draws from."""
+    """The Dataset of a loader, or the part of it from which its sampler draws."""
     if isinstance(loader, Dataset):
         return loader
     sampler = loader.sampler
@@ -224,7 +224,7 @@ def _source(split: str, loader: Any, notes: list[str]) -> ArraySource | DatasetS
 
 
 def _tensors(items: Any, chosen: Callable[[Any], Any] = lambda tensor: tensor) -> tuple[Any, ...] | None:
-    """The rows of a TensorDataset or of a part of one, which can be read at once; None for other Datasets."""
+    """Rows of a TensorDataset or a part of one, which can be read together; None for other Datasets."""
     if type(items) is Subset:
         index = np.asarray(items.indices)
         return _tensors(items.dataset, lambda tensor: chosen(tensor[index]))

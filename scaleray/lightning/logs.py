@@ -1,7 +1,7 @@
-"""Values that a module logs: `self.log` and `self.log_dict` store them with their weights, by Lightning's rules.
+"""Values logged by a module: `self.log` and `self.log_dict` store them with their weights, by Lightning's rules.
 
-A mean over an epoch is weighted by the rows of each batch (or the `batch_size` given), as Lightning weights it; here as
-a sum and a count, so the mean covers the rows of all workers, whatever `sync_dist` is."""
+A mean over an epoch is weighted by the rows of each batch (or the given `batch_size`), as in Lightning. It is stored as
+a sum and a count, so the mean covers the rows of all workers, regardless of `sync_dist`."""
 
 import numbers
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +16,7 @@ from scaleray.common.metric_names import of_user_code
 from scaleray.lightning.trainer_object import refused
 
 SHORT_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test",)}
-"""Prefixes of a logged name that only repeat its split."""
+"""Prefixes of logged names that only repeat the split."""
 KNOWN_OF_A_STEP = ("loss", "learning_rate", "grad_norm", "epoch")
 
 
@@ -33,12 +33,12 @@ class Logged:
 
     @property
     def is_metric(self) -> bool:
-        """Whether it is a torchmetrics object, which accumulates its own sums."""
+        """Whether the value is a torchmetrics object, which accumulates its own sums."""
         return not isinstance(self.value, torch.Tensor)
 
 
 class Log:
-    """Replaces a module's `log`: stores values logged during a step, ignores others."""
+    """Replaces a module's `log`: stores values logged during a step and ignores others."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Logged] | None = None
@@ -47,7 +47,7 @@ class Log:
 
     @contextmanager
     def keeping(self, rows: int, *, is_training: bool) -> Iterator[dict[str, Logged]]:
-        """Context that stores logged values by name. rows: number in the batch."""
+        """Context that stores logged values by name. rows: number of rows in the batch."""
         self._kept, self._rows, self._step_by_default = {}, rows, is_training
         try:
             yield self._kept
@@ -71,7 +71,7 @@ class Log:
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Store a value, as `LightningModule.log` does with the same arguments."""
+        """Store a value, like `LightningModule.log` with the same arguments."""
         if self._kept is None:
             return
         if reduce_fx not in ("mean", torch.mean) and isinstance(value, (torch.Tensor, numbers.Number)):
@@ -106,8 +106,8 @@ def _one_number(name: str, value: torch.Tensor) -> torch.Tensor:
 def short_names(names: Iterable[str], split: str) -> dict[str, str]:
     """Names under which a split's values are recorded, by the names under which they were logged.
 
-    `val_loss` and `val/loss` of the split `val` become `loss`, recorded as `val/loss`; if both are logged, or `loss`
-    too, they keep their names."""
+    `val_loss` and `val/loss` of the split `val` become `loss`, recorded as `val/loss`. If several are logged, they keep
+    their names."""
     words = SHORT_NAMES.get(split.partition("_")[0], ())
     found = {name: _without(name, words) for name in names}
     shorts = list(found.values())
@@ -115,13 +115,13 @@ def short_names(names: Iterable[str], split: str) -> dict[str, str]:
 
 
 def recorded_name(split: str, name: str) -> str:
-    """Name in the record of a value logged once; means over a training epoch are marked in their name."""
+    """Name in the record of a value that is logged once; the names of means over a training epoch are marked."""
     short = _without(name, SHORT_NAMES.get(split.partition("_")[0], ()))
     return f"{split}/{short.removesuffix('_epoch')}_epoch" if split == "train" else f"{split}/{short}"
 
 
 def evaluated_name(name: str) -> str:
-    """Name in the record of a value logged in a validation step without another of the same short name."""
+    """Name in the record of a value logged in a validation step, if no other value has its short name."""
     logged, _, number = name.partition("/dataloader_idx_")
     split = f"val_{number}" if number else "val"
     return recorded_name(split, logged)
@@ -136,8 +136,8 @@ def _without(name: str, words: Iterable[str]) -> str:
 
 
 def step_values(kept: Mapping[str, Logged]) -> dict[str, Any]:
-    """Each value that a training step logs by steps, by its name in the record: the value of this worker's last
-    micro-batch. The loss over all rows is left out, since scaleray has it more exactly.
+    """Values that a training step logs per step, by name in the record, from this worker's last micro-batch. The loss
+    over all rows is omitted, since scaleray has a more exact value.
     """
     shown = short_names(kept, "train")
     return {
@@ -148,7 +148,7 @@ def step_values(kept: Mapping[str, Logged]) -> dict[str, Any]:
 
 
 def sums(kept: Mapping[str, Logged]) -> dict[str, tuple[Any, Any]]:
-    """(sum, count) of every value that is averaged over an epoch."""
+    """(sum, count) of each value that is averaged over an epoch."""
     return {
         name: (logged.value * logged.weight, logged.weight)
         for name, logged in kept.items()

@@ -1,8 +1,9 @@
 """Manual optimisation: a `training_step` that calls `manual_backward` and steps its optimizers itself.
 
 scaleray steps each optimizer with the gradient over all micro-batches and workers, in the order of the `training_step`.
-The `training_step` runs once per optimizer, up to that optimizer's step. Code before an earlier optimizer's step sees
-the weights, buffers and random numbers from before it, so all values and gradients equal those of a single run."""
+The `training_step` runs once per optimizer, up to that optimizer's step. Code before an earlier optimizer's step runs
+with the weights, buffers and random numbers from before that step, so all values and gradients equal those of a single
+run."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from scaleray.lightning.lightning_metrics import left_alone
 from scaleray.lightning.lightning_optimizers import LightningSchedule, step_scheduler
 from scaleray.lightning.trainer_object import refused
 
-SAME_EACH_TIME = "each optimizer takes one step in every training_step, in the same order"
+SAME_EACH_TIME = "each optimizer must take one step in every training_step, in the same order"
 
 
 def losses_in_place(module: Any, optimizers: Sequence[Any]) -> str:
@@ -63,10 +64,10 @@ class _Reached(BaseException):
 
 
 class ManualSteps:
-    """The optimizers and schedulers of a module with manual optimisation, and the losses of its steps.
+    """Optimizers and schedulers of a module with manual optimisation, and the losses of its steps.
 
-    order: numbers of the optimizers in the order of their steps, empty before the first `training_step`. clip_norm:
-    that of the config. due: numbers of the schedulers that the last `training_step` has stepped.
+    order: indices of the optimizers in the order of their steps, empty before the first `training_step`. clip_norm:
+    from the config. due: indices of the schedulers stepped by the last `training_step`.
     """
 
     def __init__(self) -> None:
@@ -110,8 +111,8 @@ class ManualSteps:
         if len(optimizers) > 1 and any(isinstance(p, DTensor) for own in self._parameters for p in own):
             raise ConfigError.problem(
                 "strategy.name",
-                "splits parameters, but manual optimisation with several optimizers needs whole ones before and "
-                "after each step",
+                "splits parameters, while manual optimisation with several optimizers needs whole parameters before "
+                "and after each step",
                 "use ddp or zero1",
             )
 
@@ -120,8 +121,8 @@ class ManualSteps:
         self._place, self._old = -1, {}
 
     def run(self, number: int, model: Any, step: Callable[[], Any], *, trains: bool) -> tuple[torch.Tensor, Any]:
-        """Loss of optimizer `number`, and the result of the `training_step` `step` if it is the last one. trains:
-        whether optimizers step; otherwise it is only evaluated."""
+        """Loss of optimizer `number`, and the result of the `training_step` `step` if it is the last optimizer. trains:
+        whether optimizers step; otherwise the loss is only evaluated."""
         self._model = model
         if not self.order:
             self._learn(step)
@@ -143,8 +144,8 @@ class ManualSteps:
 
     @contextlib.contextmanager
     def _as_before(self, place: int) -> Iterator[None]:
-        """Context of a micro-batch for the optimizer at this position: the state is that of the micro-batch's start,
-        plus the steps of earlier optimizers."""
+        """Context of a micro-batch for the optimizer at this position: the state at the micro-batch's start, plus the
+        steps of earlier optimizers."""
         device = _device_of(self._model)
         if place != self._place:
             self._place, self._ordinal = place, 0
@@ -228,7 +229,9 @@ class ManualSteps:
 
     def _backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         if args or "gradient" in kwargs:
-            raise refused("a gradient for self.manual_backward", "scaleray uses that of the loss", "weight the loss")
+            raise refused(
+                "a gradient for self.manual_backward", "scaleray uses the gradient of the loss", "weight the loss"
+            )
         if self._events is not None:
             self._events.append(("backward", None))
         elif self._stepped is None:
@@ -239,7 +242,7 @@ class ManualSteps:
     def _clip(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: str | None = None) -> None:
         if str(gradient_clip_algorithm or "norm") != "norm" or gradient_clip_val != self.clip_norm:
             found = f"self.clip_gradients by {gradient_clip_algorithm or 'norm'} of {gradient_clip_val}"
-            raise refused(found, f"optimizer.clip_norm applies, and is {self.clip_norm}", "set it to that norm")
+            raise refused(found, f"optimizer.clip_norm applies instead, and is {self.clip_norm}", "set it to that norm")
         if self._events is not None:
             self._events.append(("clip", optimizer.number))
 
@@ -303,7 +306,7 @@ class ManualSteps:
 
 
 class OptimizerStandIn:
-    """A stand-in optimizer for a training_step, whose step runs later. number: its index in `configure_optimizers`."""
+    """Stand-in for an optimizer in a training_step; its step runs later. number: index in `configure_optimizers`."""
 
     def __init__(self, steps: ManualSteps, number: int, optimizer: torch.optim.Optimizer) -> None:
         self._steps, self.number, self.optimizer = steps, number, optimizer
@@ -315,7 +318,7 @@ class OptimizerStandIn:
         self._steps.stepped(self.number)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: a step begins without gradients."""
+        """Do nothing, as every step begins without gradients."""
         self._steps.zeroed(self.number)
 
     def toggle_model(self, sync_grad: bool = True) -> contextlib.AbstractContextManager[None]:
@@ -327,7 +330,7 @@ class OptimizerStandIn:
 
 
 class SchedulerStandIn:
-    """A stand-in scheduler for a module, which is stepped after the current step."""
+    """Stand-in for a scheduler in a module, which is stepped after the current step."""
 
     def __init__(self, steps: ManualSteps, number: int) -> None:
         self._steps, self._number = steps, number
@@ -341,7 +344,7 @@ class SchedulerStandIn:
 
 
 class ManualSchedule(LightningSchedule):
-    """The schedulers of one optimizer, stepped by the module. numbers: their indices among all."""
+    """Schedulers of one optimizer, stepped by the module. numbers: their indices among all schedulers."""
 
     def __init__(self, steps: ManualSteps, numbers: Sequence[int], *args: Any) -> None:
         super().__init__(*args)
@@ -357,7 +360,7 @@ class ManualSchedule(LightningSchedule):
 
 
 class _AfterTheLast(TorchFunctionMode):
-    """Refuses use of a model's parameters after the last optimizer step was called, since steps run later."""
+    """Refuses use of a model's parameters after the call of the last optimizer step, since steps run later."""
 
     def __init__(self, model: nn.Module, refuse: Callable[..., WorkloadError]) -> None:
         super().__init__()
@@ -399,7 +402,7 @@ def _copy(to: Iterable[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def _same_attributes(module: nn.Module) -> Iterator[None]:
-    """Context that restores counters and lists among a module's attributes at its end."""
+    """Context that restores counters and lists among a module's attributes on exit."""
     kept = {k: copy.copy(v) for k, v in vars(module).items() if isinstance(v, (int, float, str, list))}
     try:
         yield

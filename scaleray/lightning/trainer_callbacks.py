@@ -1,5 +1,5 @@
-"""Lightning's callbacks: some become settings of the config, hooks of user-defined ones are called, and others are
-refused by name at the start."""
+"""Lightning callbacks: some become config settings, hooks of user-defined callbacks are called, and others are refused
+by name at the start."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -86,8 +86,8 @@ def _nothing(callback: Any, config: RunConfig) -> Settings:
 
 @dataclass(frozen=True)
 class Translation:
-    """A callback of Lightning that becomes settings. becomes: those, as text. refused: options without an equivalent:
-    the allowed value, the reason, and the remedy. idle: options without an effect."""
+    """A Lightning callback that becomes settings. becomes: the settings, as text. refused: options without an
+    equivalent, with allowed value, reason and remedy. idle: options without an effect."""
 
     settings: Callable[[Any, RunConfig], Settings]
     becomes: str
@@ -100,7 +100,7 @@ TRANSLATED = {
         _early_stopping,
         "`stop.patience`, `stop.watch`; `stopping_threshold`: `stop.at`",
         {
-            "min_delta": (0.0, "every better evaluation counts", "leave it out"),
+            "min_delta": (0.0, "every improvement counts", "leave it out"),
             "divergence_threshold": (None, "scaleray has no such limit", "set self.trainer.should_stop in a hook"),
         },
         "`strict`, `check_finite` (a NaN is no improvement, and `on_nonfinite` looks at the training loss)",
@@ -127,23 +127,23 @@ TRANSLATED = {
         "epochs",
     ),
 }
-"""Lightning's callbacks that are translated, by class."""
+"""Lightning callbacks that are translated, by class."""
 LEFT_OUT = ("TQDMProgressBar", "RichProgressBar", "ModelSummary", "RichModelSummary")
-"""Lightning's callbacks that only show what scaleray also shows, by class."""
+"""Lightning callbacks that only show what scaleray also shows, by class."""
 REFUSED = {
-    "StochasticWeightAveraging": "use averaging.decay: evaluations and the final weights are then an average's",
+    "StochasticWeightAveraging": "use averaging.decay: evaluations and the final weights then use an average",
     "WeightAveraging": "use averaging.decay",
     "EMAWeightAveraging": "use averaging.decay and averaging.every",
     "BackboneFinetuning": "use fine_tuning.freeze, and a second run from the weights of the first",
     "BaseFinetuning": "use fine_tuning.freeze, and a second run from the weights of the first",
     "BasePredictionWriter": "use scaleray predict",
     "BatchSizeFinder": "use memory.find_micro_size",
-    "DeviceStatsMonitor": "leave it out: tracking.system_metrics records the devices",
+    "DeviceStatsMonitor": "omit it: tracking.system_metrics records the devices",
     "LearningRateFinder": "use scaleray sweep",
     "ModelPruning": "use the section pruning",
     "OnExceptionCheckpoint": "use checkpoint.every or checkpoint.every_minutes",
     "SpikeDetection": "use on_nonfinite, and the rules of alerts",
-    "ThroughputMonitor": "leave it out: train/samples_per_s is recorded",
+    "ThroughputMonitor": "omit it: train/samples_per_s is recorded",
     "Timer": "use stop.after",
 }
 """Refused Lightning callbacks by class, and the remedy."""
@@ -162,7 +162,7 @@ def _check(callback: Any) -> None:
     cls = type(callback)
     if lightning_base(cls, "Callback") is None:
         found = callback.__name__ if isinstance(callback, type) else cls.__name__
-        hint = "return callbacks of scaleray from callbacks() of the workload"
+        hint = "return scaleray's callbacks from the workload's callbacks()"
         raise WorkloadError("a callback of as_workload()", found, "it must be a Lightning Callback", hint)
     known = next((name for name in (*TRANSLATED, *LEFT_OUT, *REFUSED) if lightning_base(cls, name) is not None), None)
     if known in REFUSED:
@@ -175,7 +175,7 @@ def _check(callback: Any) -> None:
         if cls.__module__.partition(".")[0] not in PACKAGES:
             hint = f"use {known} itself, or derive from Callback"
             raise WorkloadError.problem(
-                place_of(cls), f"derives from {known}, whose place settings take; its own code would not run", hint
+                place_of(cls), f"derives from {known}, which settings replace, so its own code would not run", hint
             )
         for option, (allowed_value, why, hint) in TRANSLATED[known].refused.items():
             if (value := getattr(callback, option)) != allowed_value:
@@ -191,7 +191,7 @@ def _refused_option(callback: Any, option: str, value: Any, allowed: str, hint: 
 
 
 def together(configured: Any, given: Sequence[Any]) -> list[Any]:
-    """Callbacks of a list and of `configure_callbacks`, which replace listed ones of the same class, as in
+    """Callbacks from a list and from `configure_callbacks`, which replace those of the same class in the list, as in
     Lightning."""
     own = [] if configured is None else list(configured) if isinstance(configured, Sequence) else [configured]
     check_callbacks(own)
@@ -205,7 +205,7 @@ def called(callbacks: Iterable[Any]) -> list[Any]:
 
 
 def settings_of(callbacks: Iterable[Any], config: RunConfig) -> dict[str, Brought]:
-    """The settings that callbacks become, by key. Raises WorkloadError for contradictory ones."""
+    """Settings that callbacks become, by key. Raises WorkloadError if they contradict each other."""
     found: dict[str, Brought] = {}
     for callback in callbacks:
         name = type(callback).__name__
@@ -215,7 +215,7 @@ def settings_of(callbacks: Iterable[Any], config: RunConfig) -> dict[str, Brough
             is_default = key == EVERY or (key == "checkpoint.every" and value == EACH_EPOCH)
             before = found.get(key)
             if before is not None and before.value != value and not (before.is_default or is_default):
-                hint = f"give one value to {key}"
+                hint = f"give a single value to {key}"
                 raise WorkloadError(f"{key} of {name}", value, f"{before.by} sets {before.value}", hint)
             if before is None or before.is_default:
                 found[key] = Brought(value, name, is_default)
@@ -223,7 +223,7 @@ def settings_of(callbacks: Iterable[Any], config: RunConfig) -> dict[str, Brough
 
 
 def monitors(callbacks: Iterable[Any]) -> dict[str, tuple[str, str]]:
-    """Names of callbacks that follow an evaluation's value, and the value's name in `self.log`, by its name in the
+    """Names of callbacks that follow an evaluation's value, and the value's name in `self.log`, by name in the
     record."""
     following = [c for c in callbacks if type(c).__name__ in TRANSLATED and getattr(c, "monitor", None) is not None]
     return {_metric(each): (type(each).__name__, each.monitor) for each in following}
@@ -233,5 +233,5 @@ def _metric(callback: Any) -> str:
     """Name in the record of the value that a callback monitors."""
     if callback.monitor.startswith(SHORT_NAMES["train"]):
         allowed = "it must be logged in validation_step"
-        raise _refused_option(callback, "monitor", callback.monitor, allowed, "log one there, such as 'val_loss'")
+        raise _refused_option(callback, "monitor", callback.monitor, allowed, "log a value there, such as 'val_loss'")
     return evaluated_name(callback.monitor)

@@ -1,4 +1,4 @@
-"""Stand-in for a module's Trainer: reports the training's progress, and raises an error for anything else."""
+"""Stand-in for a module's Trainer, which reports the training's progress and raises an error for anything else."""
 
 import math
 import os
@@ -21,7 +21,7 @@ KNOWN = (
 class TrainerStandIn:
     """Stand-in for Lightning's Trainer, attached to each module while scaleray trains it.
 
-    place: rank and number of workers; None are those of the process group. total_steps and steps_per_epoch are None
+    place: rank and number of workers; None for those of the process group. total_steps and steps_per_epoch are None
     until the recipe is known; they stay None in a process that does not train. looks_back: whether the last step still
     counts as the current one, as in hooks after it. should_stop: whether the user's code requests the end of the
     training."""
@@ -88,20 +88,20 @@ class TrainerStandIn:
 
     def _needs_recipe(self, name: str, value: int | None) -> int:
         if value is None:
-            raise refused(f"self.trainer.{name}", "the length of the training depends on the data and is not known")
+            raise refused(f"self.trainer.{name}", "the length of the training depends on the data and is not yet known")
         return value
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copy and pickle ask for these
             raise AttributeError(name)
         raise refused(
-            f"self.trainer.{name}", f"scaleray trains in place of the Trainer, and offers: {', '.join(KNOWN)}"
+            f"self.trainer.{name}", f"scaleray trains in place of the Trainer, and supports: {', '.join(KNOWN)}"
         )
 
 
 def refused(what: str, allowed: str, hint: str = "") -> WorkloadError:
-    """The error for an unsupported use of Lightning, with the line of the user's code."""
+    """Error for an unsupported use of Lightning, with the line of the user's code."""
     frames = user_frames(traceback.extract_stack())
     where = f"used in {frames[-1].filename}:{frames[-1].lineno}" if frames else "used"
-    advice = hint or f"leave `{frames[-1].line}` out, or guard it" if frames and frames[-1].line else hint
+    advice = hint or f"omit `{frames[-1].line}`, or guard it" if frames and frames[-1].line else hint
     return WorkloadError(what, where, allowed, advice)

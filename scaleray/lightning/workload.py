@@ -1,6 +1,6 @@
 """A LightningModule and its data as a workload, without changes to the module. scaleray replaces Lightning's Trainer.
-The module's own optimizer and schedulers train it; its step's loss, a mean, becomes the sum and the count that every
-strategy needs."""
+The module's own optimizer and schedulers train it. The loss of its step, a mean, becomes the sum and the count that
+every strategy needs."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ from scaleray.workload import Workload
 
 
 class Collation(Columnwise):
-    """Batches with their split and number of rows. own: returns a split's own collation; other rows use torch's default
-    collation."""
+    """Collates batches with their split and number of rows. own: returns a split's own collate_fn, or else torch's is
+    used."""
 
     def __init__(self, own: Callable[[str], Any]) -> None:
         self.own = own
@@ -72,9 +72,9 @@ ROWS = "rows"
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts of a workload. module, data: classes or objects; data may be a function. count: a batch's weight in the
-    loss; ROWS: its rows, even if the loss is not a mean over them; None: its rows, checked. callbacks: Lightning's, as
-    for a Trainer."""
+    """Parts of a workload. module, data: classes or objects; data may be a function. count: weight of a batch in the
+    loss; ROWS: its rows, even if the loss is not a mean over them; None: its rows, which is checked. callbacks:
+    Lightning callbacks, as for a Trainer."""
 
     module: Any
     data: Any
@@ -88,13 +88,12 @@ def as_workload(
 ) -> type[LightningWorkload]:
     """The workload class that trains a LightningModule; name it in a config, or give it to `scaleray.train`.
 
-    module: the class, built with the arguments among `workload.args` that it takes; or an object, each training of
-    which starts from its weights. datamodule: a LightningDataModule (class or object), a function that returns
-    DataLoaders or Datasets by split, or None if the module has its own `train_dataloader`. count: `count(batch)`, the
-    number of elements in the mean of the training loss if not the rows of the batch, for example tokens; "rows" weights
-    batches by rows anyway. callbacks: Lightning's, as for a Trainer, in addition to those of the module's
-    `configure_callbacks`; each training starts with copies of them. Raises WorkloadError naming features that cannot
-    run here."""
+    module: the class, built with the arguments in `workload.args` that it accepts, or an object, from whose weights
+    each training starts. datamodule: a LightningDataModule (class or object), a function that returns DataLoaders or
+    Datasets by split, or None if the module has its own `train_dataloader`. count: `count(batch)`, the number of
+    elements in the mean of the training loss if not the rows of the batch, for example tokens; "rows" weights batches
+    by rows anyway. callbacks: Lightning callbacks, as for a Trainer, in addition to those of the module's
+    `configure_callbacks`; each training starts with copies. Raises WorkloadError for unsupported features."""
     cls = module if isinstance(module, type) else type(module)
     check_module_class(cls)
     data_class = datamodule if isinstance(datamodule, type) else type(datamodule)
@@ -119,7 +118,7 @@ def _made(parts: Parts) -> type[LightningWorkload]:
 
 
 def _signature(parts: Parts) -> inspect.Signature:
-    """Keys that `workload.args` may hold: arguments of the module and of the data."""
+    """Keys allowed in `workload.args`: arguments of the module and of the data."""
     known = {**arguments_of(parts.data), **arguments_of(parts.module)}
     ordered = sorted(known.values(), key=lambda p: (p.kind == p.VAR_KEYWORD, p.default is not p.empty))
     seen: dict[Any, inspect.Parameter] = {}
@@ -135,7 +134,7 @@ def _rebuilt(parts: Parts, args: Mapping[str, Any]) -> LightningWorkload:
 
 
 def _rebuilt_as(cls: type[LightningWorkload], args: Mapping[str, Any], own: Mapping[str, Any]) -> LightningWorkload:
-    """A workload of a class derived from the one that `as_workload` made, with its attributes."""
+    """A workload of a class derived from the one made by `as_workload`, with its attributes."""
     workload = cls.__new__(cls)
     LightningWorkload.__init__(workload, **args)
     vars(workload).update(own)
@@ -143,9 +142,10 @@ def _rebuilt_as(cls: type[LightningWorkload], args: Mapping[str, Any], own: Mapp
 
 
 class LightningWorkload(Workload):
-    """A LightningModule as a workload; `as_workload` makes a class of it for each module.
+    """A LightningModule as a workload; `as_workload` makes a subclass for each module.
 
-    Keyword arguments go to the constructors of the module and of the data: each gets the ones it accepts by name.
+    Keyword arguments go to the constructors of the module and of the data; each gets the arguments that it accepts by
+    name.
     """
 
     parts: Parts
@@ -181,7 +181,7 @@ class LightningWorkload(Workload):
         return module
 
     def datasets(self) -> Mapping[str, Any]:
-        """The Datasets of the loaders by split; evaluation splits for which the module has a step."""
+        """Datasets of the loaders by split, with the evaluation splits for which the module has a step."""
         given = self._loaders(prepare=True)
         sources = {TRAIN: loaders.train_source(given.pop(TRAIN))}
         cls = self._class()
@@ -232,7 +232,7 @@ class LightningWorkload(Workload):
         return self._sum_and_count(loss, batch, rows)
 
     def _optimizer_names(self) -> tuple[str, ...]:
-        """Names of the optimizers of a module with manual optimisation; none of any other."""
+        """Names of the optimizers of a module with manual optimisation; otherwise none."""
         if self._names is None:
             self._names = ()
             if may_be_manual(self.parts.module):
@@ -253,9 +253,9 @@ class LightningWorkload(Workload):
         return tuple(f"optimizer_{number}" for number in range(len(found)))
 
     def _check_manual(self) -> None:
-        """Raise WorkloadError if manual optimisation was set where the class does not show it."""
+        """Raise WorkloadError if manual optimisation was set in a way that the class does not show."""
         if not may_be_manual(self.parts.module):
-            allowed = "scaleray looks for it in the module's own class"
+            allowed = "scaleray detects it only in the module's own class"
             hint = "set self.automatic_optimization = False in its __init__"
             raise WorkloadError.problem(place_of(self._class()), f"uses manual optimisation: {allowed}", hint)
 
@@ -283,8 +283,8 @@ class LightningWorkload(Workload):
         return values
 
     def explain_weight(self, whole: Any, first: Any, second: Any) -> WorkloadError | None:
-        """The error for a training loss that is not a mean over its count: (loss times count, count) of some rows and
-        of their halves do not add up."""
+        """Error for a training loss that is not a mean over its count: (loss times count, count) of some rows and of
+        their halves do not add up."""
         if self.parts.count == ROWS:
             return None
         over = "rows" if self.parts.count is None else "the count"
@@ -293,12 +293,12 @@ class LightningWorkload(Workload):
             place_of(self._class(), "training_step"),
             f"returns a loss that is not a mean over {over} ({shown}: some rows and their two halves), so its "
             "sum over micro-batches and workers would depend on how they are split",
-            "give its count, such as the tokens: as_workload(..., count=lambda batch: ...); or count='rows' to "
+            "give its count, such as the tokens, with as_workload(..., count=lambda batch: ...), or count='rows' to "
             "weight micro-batches by their rows anyway, as Lightning does with batches",
         )
 
     def optimizer(self, model: Any, settings: Any) -> Any:
-        """The module's own optimizer, with its own rates, or that of the config if it takes one."""
+        """The module's own optimizer, with its own rates or with the config's rate if it accepts one."""
         if not is_attached(model):  # a copy, with stages in the place of some parts
             raise WorkloadError.problem(
                 place_of(self._class(), "training_step"),
@@ -351,7 +351,7 @@ class LightningWorkload(Workload):
         } or None
 
     def end_of_split(self) -> Mapping[str, Any]:
-        """Values over all workers of the torchmetrics objects that the split has logged. Collective."""
+        """Values over all workers of the torchmetrics objects logged by the split. Collective."""
         found = computed(self._hooks.evaluated_metrics)
         self._hooks.evaluated_metrics.clear()
         return {name: (value, 1.0) for name, value in found.items()}
@@ -368,7 +368,7 @@ class LightningWorkload(Workload):
         return given if isinstance(given, Mapping) else {"prediction": given}
 
     def callbacks(self) -> list[Any]:
-        """Caller of the hooks, a new one for each training."""
+        """Callback that calls the hooks, newly created for each training."""
         self._hooks = LightningHooks(self._trainer)
         self._steps.begin()
         self._trainer.place, self._trainer.callback_metrics, self._trainer.should_stop = None, {}, False
@@ -404,7 +404,7 @@ class LightningWorkload(Workload):
         return module
 
     def _args_of(self, made_of: Any) -> dict[str, Any]:
-        """Arguments that this class or function takes: by name, and the remaining ones by `**`."""
+        """Arguments that a class or function accepts, by name or by `**`."""
         taken = arguments_of(made_of)
         named = {name: value for name, value in self.args.items() if name in taken}
         if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
@@ -413,7 +413,7 @@ class LightningWorkload(Workload):
         return named
 
     def _collation_of(self, split: str) -> Any:
-        """A loader's own collation. A worker creates the loaders for it once, as under Lightning."""
+        """A loader's own collate_fn. A worker creates the loaders for it once, as under Lightning."""
         if self._collations is None:
             self._collations = {}
             for name, given in self._loaders(prepare=False).items():
@@ -472,7 +472,7 @@ class LightningWorkload(Workload):
         loss = given.get("loss") if isinstance(given, Mapping) else given
         if not isinstance(loss, torch.Tensor):
             found = f"a dict without 'loss': {sorted(given)}" if isinstance(given, Mapping) else type(loss).__name__
-            allowed = "it must return the loss, or a dict with it, for every batch"
+            allowed = "it must return the loss, or a dict with 'loss', for every batch"
             raise WorkloadError("training_step()", found, allowed)
         count = self.parts.count(batch) if callable(self.parts.count) else rows
         return loss * count, count

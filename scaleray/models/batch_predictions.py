@@ -104,7 +104,7 @@ def by_name(given: Any, num_rows: int, *, what: str, is_own: bool) -> dict[str, 
     raise WorkloadError(
         f"the result of {what}",
         shown,
-        f"it must be {{name: tensor}} with an element for each of the {num_rows} rows of the batch",
+        f"it must be {{name: tensor}} with one element for each of the {num_rows} rows of the batch",
         "" if is_own else ADD_PREDICT,
     )
 

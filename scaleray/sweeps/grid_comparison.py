@@ -1,4 +1,4 @@
-"""Comparison of a guided sweep with the whole grid: quality of its choice by the grid's figures, and its cost."""
+"""Comparison of a guided sweep with the whole grid: quality of its choice, by the grid's figures, and its cost."""
 
 import math
 import statistics

@@ -1,7 +1,7 @@
 """`sweep --guided`: measure noise and throughput in two trainings, then run trials only where goodput is highest.
 
-The next trials are chosen from the trials' records alone, so that an interrupted sweep continues as it would have.
-Independent trials start together: on a shared machine, their throughputs are then comparable.
+The next trials are chosen only from the trials' records, so that an interrupted sweep continues as if it had not been
+interrupted. Independent trials start together, so that their throughputs on a shared machine are comparable.
 """
 
 import dataclasses
@@ -43,10 +43,7 @@ def check_guided(base: RunConfig, question: SweepQuestion) -> None:
         )
     if question.scheduler != "fifo":
         raise ConfigError(
-            "--scheduler",
-            question.scheduler,
-            "trials that are stopped early do not show the time to the target",
-            "omit it",
+            "--scheduler", question.scheduler, "trials that stop early do not show the time to the target", "omit it"
         )
     if question.num_trials is not None:
         raise ConfigError(
@@ -55,7 +52,7 @@ def check_guided(base: RunConfig, question: SweepQuestion) -> None:
 
 
 class GuidedTrials:
-    """Trials of a guided sweep: selection, execution and conclusion.
+    """Trials of a guided sweep: their selection, execution and conclusion.
 
     against: record of the whole grid.
     """
@@ -97,9 +94,8 @@ class GuidedTrials:
         if outlook is None:
             spent = self.guide.spent(record.trials)
             text = (
-                f"Guided: neither of the first trainings reached {record.target} ({spent:,} samples), so nothing can "
-                f"be predicted. "
-                "Set a target that the reference batch reaches, or lengthen stop.after."
+                f"Guided: neither of the first two trainings reached {record.target} ({spent:,} samples), so nothing "
+                f"can be predicted. Set a target that the reference batch reaches, or lengthen stop.after."
             )
             return dataclasses.replace(record, words=[text, *record.words])
         by_size = {point.batch_size: point for point in outlook.points}
@@ -142,7 +138,7 @@ def _cell(plan: SweepPlan, numbers: list[int]) -> Cell:
 
 
 def _measuring(plan: SweepPlan, settings: Settings, cell: Cell) -> Settings:
-    """Settings with which a trial measures its noise; a single worker needs two micro-batches for that."""
+    """Settings with which a trial measures its noise, for which a single worker needs two micro-batches."""
     total = plan.job(settings).recipe.total_steps
     every = max(1, min(plan.base.noise_scale.every_steps, total // MEASUREMENTS))
     found: Settings = {"noise_scale.measure": "auto", "noise_scale.every_steps": every}
@@ -210,15 +206,14 @@ def _words(guide: Guide, outlook: Outlook, record: SweepRecord) -> list[str]:
         arm = json.loads(left.arm)
         rule = f" with rule {arm[RULE]}" if RULE in arm else ""
         found.append(
-            f"The budget of {guide.share:.0%} of the grid's samples ended the search; "
-            f"next would have been batch {left.batch_size}{rule}: "
-            "--guided-share allows more."
+            f"The budget of {guide.share:.0%} of the grid's samples ended the search; the next batch would have been "
+            f"{left.batch_size}{rule}. --guided-share allows more."
         )
     far = [str(p.batch_size) for p in outlook.points if not p.is_trusted]
     if far:
         found.append(
-            f"Goodput at batch {', '.join(far)} is uncertain: noise grows with the batch and was not measured within 4 "
-            f"times of it."
+            f"Goodput at batch {', '.join(far)} is uncertain: noise grows with the batch, and was not measured within "
+            "a factor of 4 of it."
         )
     return found
 

@@ -1,5 +1,4 @@
-"""Ray Tune's schedulers and searchers for a sweep: counted in samples or evaluations, limited to feasible
-candidates."""
+"""Searchers of Ray Tune for a sweep, limited to feasible candidates."""
 
 import contextlib
 import json
@@ -53,8 +52,8 @@ class _Training:
 class OptunaSearcher(Searcher):
     """Request combinations from Optuna, run each with every seed, and report the mean to Optuna.
 
-    A combination with the same training as another one is not run; Optuna receives the other's value.
-    known: (settings, value) of finished trials. first_number: number of the first trial to suggest.
+    A combination with the same training as another one is not run; Optuna receives that one's value. known: (settings,
+    value) of finished trials. first_number: number of the first trial to suggest.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class OptunaSearcher(Searcher):
         self.number = first_number
         self.refused: dict[str, tuple[Settings, str]] = {}
         self.same: list[Settings] = []
-        """Settings, for every seed, of suggested combinations that were not run because another has the same
+        """Settings, for every seed, of suggested combinations that were not run because another one has the same
         training."""
         self._trainings: dict[str, _Training] = {}
         self._said: set[str] = set()
@@ -102,7 +101,7 @@ class OptunaSearcher(Searcher):
         return {NUMBER: number, SETTINGS: json.dumps(settings)}
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Report to Optuna once all seeds of a combination are done."""
+        """Report a combination's value to Optuna once all of its seeds are done."""
         asked = self._running.pop(trial_id, None)
         if asked is None:
             return
@@ -176,7 +175,7 @@ class OptunaSearcher(Searcher):
             self.study.tell(asked, value)
 
     def _untried(self) -> Iterator[dict[str, Any]]:
-        """Optuna parameters of the combinations not suggested so far, if all can be listed."""
+        """Optuna parameters of combinations that were not suggested yet, if all combinations can be listed."""
         rates = self.space.learning_rates
         if isinstance(rates, LogUniform):
             return

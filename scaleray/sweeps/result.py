@@ -2,7 +2,7 @@
 
 The value of a setting is the median over its seeds. Steps and samples to the target at several batch sizes give the
 critical batch size, at which both are twice their minimum (McCandlish et al. 2018, arXiv:1812.06162, equation 2.11);
-that is the knee.
+this is the knee.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ MOST_SHARED = 4  # most trainings that are named
 
 @dataclasses.dataclass(frozen=True)
 class Knee:
-    """Critical batch size of the trials, and whether it is `below`, `within` or `above` the sizes that reached the
+    """Critical batch size of the trials, which may be `below`, `within` or `above` the sizes that reached the
     target."""
 
     batch_size: float
@@ -43,8 +43,8 @@ class Knee:
 class RuleRange:
     """Batch sizes, from the reference up, at which a rule reached the target.
 
-    held_up_to: largest batch size before the first that did not reach it. missed_at: that first one, if its trials ran
-    to their end. stopped_at: the same, if a scheduler stopped its trials before the answer was known. refused_at: first
+    held_up_to: largest batch size before the first one that did not reach it. missed_at: that first size, if its trials
+    ran to their end. stopped_at: that first size, if a scheduler stopped its trials before a result. refused_at: first
     batch size that the rule itself does not allow.
     """
 
@@ -57,7 +57,7 @@ class RuleRange:
 
 
 def with_common_target(record: SweepRecord) -> SweepRecord:
-    """Give a record without a target one: the median of the final values, which half of the trials reached.
+    """Add a target to a record without one: the median of the final values, which half of the trials reached.
 
     A record that has a target, or has no curves, is returned unchanged.
     """
@@ -94,9 +94,7 @@ def sentences(record: SweepRecord, *, has_own_target: bool, reference_batch_size
             f"{samples} {'samples' if samples > 1 else 'sample'} are {size} tokens"
             for size, samples in record.asked_sizes.items()
         )
-        found.append(
-            f"Batches are counted in samples here, on average where rows differ in length: {', '.join(pairs)}."
-        )
+        found.append(f"Batches are counted in samples here, as averages if rows differ in length: {', '.join(pairs)}.")
     if reached:
         found += rule_sentences(record, reference_batch_size=reference_batch_size)
         found += _resolution(record, reached)
@@ -104,7 +102,7 @@ def sentences(record: SweepRecord, *, has_own_target: bool, reference_batch_size
 
 
 def rule_sentences(record: SweepRecord, *, reference_batch_size: int) -> list[str]:
-    """One sentence for each rule: where it stopped holding, and the prediction of theory."""
+    """One sentence for each rule: the batch size at which it stopped holding, and the prediction of theory."""
     knee = find_knee(record)
     ranges = [rule_range(record, rule, reference_batch_size=reference_batch_size) for rule in _rules(record)]
     return [_rule_text(record, each, knee, reference_batch_size) for each in ranges if each.num_sizes]
@@ -172,7 +170,7 @@ def _choices(record: SweepRecord, reached: list[Setting], reference: int) -> lis
     return [
         f"Fastest: {first}",
         f"Cheapest: {_named(cheapest, reference)} reached it with {cheapest.samples_to_target:,.0f} samples, after "
-        f"{time_s(cheapest):.3g} s; the fastest needs {factor:.3g} x as many.",
+        f"{time_s(cheapest):.3g} s; the fastest needs {factor:.3g} x as many samples.",
     ]
 
 
@@ -184,14 +182,14 @@ def _resolution(record: SweepRecord, reached: list[Setting]) -> list[str]:
         return []
     share = statistics.median(apart) / way
     return [
-        f"Evaluations are {statistics.median(apart):,.0f} samples apart, {share:.0%} of the median way to the "
-        f"target, which limits their precision; evaluate more often (evaluation.every) to tell settings apart."
+        f"Evaluations are {statistics.median(apart):,.0f} samples apart, {share:.0%} of the median way to the target, "
+        f"which limits the precision; evaluate more often (evaluation.every) to tell settings apart."
     ]
 
 
 def _never_reached(record: SweepRecord, tried: list[Setting], reference: int) -> str:
     closest = best([s for s in tried if s.value is not None], record.direction)
-    text = f"No setting reached {record.target}" if record.target else "No trial gave a value to compare"
+    text = f"No setting reached {record.target}" if record.target else "No trial has a value to compare"
     if closest is None:
         return f"{text}."
     return (
@@ -225,7 +223,7 @@ def _rule_text(record: SweepRecord, found: RuleRange, knee: Knee | None, referen
         held = f"held up to {found.held_up_to} and missed the target at {found.missed_at}"
     if found.stopped_at is not None:
         start = f"held up to {found.held_up_to}; " if found.held_up_to else ""
-        held = f"{start}at {found.stopped_at} the scheduler stopped its trials too early to tell"
+        held = f"{start}at {found.stopped_at} the scheduler stopped its trials before a result"
     if found.refused_at is not None:
         held += f"; it does not exist from {found.refused_at} up"
     return f"Rule {found.rule} {held}. In theory {theory(record, found.rule, knee, reference)}."
@@ -249,7 +247,7 @@ def theory(record: SweepRecord, rule: str, knee: Knee | None, reference: int) ->
     return {
         "linear": f"it holds for SGD well below {critical}",
         "sqrt": f"it keeps the noise level of Adam while noise dominates, which is up to {critical}",
-        "legw": f"it is a square root with a warm-up that grows with the batch, for batches up to {critical}",
+        "legw": f"it is a square root with a warm-up that grows with the batch, and holds for batches up to {critical}",
         "none": "the learning rate is too small for a larger batch, so samples to the target grow with it",
     }.get(rule, f"it holds up to {critical}")
 

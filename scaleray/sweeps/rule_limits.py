@@ -18,7 +18,7 @@ def rule_limits(record: SweepRecord) -> dict[str, RuleRange]:
 
 
 def ended_at(limit: RuleRange | None) -> int | None:
-    """First batch size at which a rule is not allowed or its trials ran to their end without reaching the target."""
+    """First batch size at which a rule is not allowed, or its trials ran to their end without reaching the target."""
     ends = [] if limit is None else [size for size in (limit.missed_at, limit.refused_at) if size is not None]
     return min(ends, default=None)
 

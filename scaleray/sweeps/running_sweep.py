@@ -1,4 +1,4 @@
-"""A running sweep: runs its trials, stores each on disk and in MLflow as it ends, and makes the final record."""
+"""A running sweep, which runs its trials, stores each on disk and in MLflow as it ends, and makes the final record."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class RunningSweep(Campaign):
         self.tracking_uri, self.continued_at = tracking_uri, started_at
         self.trials: list[Trial] = files.read_trials()
         self.places: dict[int, int] = {}
-        """Place of each trial's line, by its number."""
+        """Position of each trial's line, by trial number."""
         self._is_recorded = False
 
     def __enter__(self) -> RunningSweep:
@@ -102,7 +102,7 @@ class RunningSweep(Campaign):
         self.folder.complete()
 
     def run_all(self) -> None:
-        """Run every trial that has no record yet, or those chosen by a guided sweep."""
+        """Run every trial that has no record yet, or the trials chosen by a guided sweep."""
         if self.guided is not None:
             self.guided.run(lambda: self.trials, self.run_numbers, self.say)
             return
@@ -242,12 +242,12 @@ class RunningSweep(Campaign):
             self.say(f"  guided: runs only the useful ones, for at most {question.guided_share:.0%} of their samples")
         if self.same.num_shared:
             self.say(
-                f"  {self.same.num_shared} of them {'is' if self.same.num_shared == 1 else 'are'} "
-                "the same training as another, for example under every rule at the reference batch; each training "
-                "runs once and counts for all"
+                f"  {self.same.num_shared} of them {'is' if self.same.num_shared == 1 else 'are'} the same training as "
+                f"another trial, for example under every rule at the reference batch; each training runs once and "
+                "counts for all"
             )
         if fit > 1:
-            self.say("  concurrent trials share the machine: compare times with each other, not with a single run")
+            self.say("  concurrent trials share the machine: compare their times only with each other")
         causes = Counter(reason.splitlines()[0] for _, reason in self.asked.refused)
         for cause, number in causes.most_common(MAX_SHOWN):
             self.say(f"  not started: {quantity(number, 'combination')}, as {cause}")

@@ -1,5 +1,5 @@
-"""Trials of a sweep that share one training: all rules at the reference batch, one learning rate reached in two ways,
-one warm-up in two units. The training runs once and counts for each, so that noise does not separate the rules.
+"""Trials of a sweep that share one training: all rules at the reference batch, a learning rate reached in two ways, or
+a warm-up in two units. The training runs once and counts for each trial, so that noise does not separate the rules.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ DERIVED = {
 """Config keys that affect a training only through values derived from them."""
 WITHOUT_BETAS = ("sgd", "lars")
 DIGITS = 12
-"""Significant digits of derived numbers that are compared: two ways to the same number may differ in the last bit."""
+"""Significant digits compared in derived numbers, as two ways to the same number may differ in the last bit."""
 
 
 def training_key(plan: SweepPlan, settings: Settings) -> str:
@@ -51,7 +51,7 @@ class SameTrainings:
     def __init__(self, plan: SweepPlan) -> None:
         self.plan = plan
         self.groups: dict[int, list[int]] = {}
-        """Numbers of the trials that share a training, by the number of each of them."""
+        """Numbers of the trials that share a training, by trial number."""
         if (
             plan.question.scheduler == "pbt" or plan.question.search == "optuna"
         ):  # pbt requests other trials than the plan's
@@ -69,7 +69,7 @@ class SameTrainings:
         return len(self.groups) - len({group[0] for group in self.groups.values()})
 
     def to_train(self, numbers: Iterable[int], trials: Sequence[Trial]) -> list[int]:
-        """Choose from `numbers` the trials to train: one for each training that none of the trials has run."""
+        """Choose the trials to train from `numbers`: one for each training that no trial has run."""
         known = {trial.number for trial in trials}
         chosen: list[int] = []
         for number in numbers:
@@ -107,7 +107,7 @@ def counted_for(plan: SweepPlan, trained: Trial, number: int, settings: Settings
 
 
 def trained_by_key(plan: SweepPlan, trials: Iterable[Trial]) -> dict[str, Trial]:
-    """Trained trials, by the key of their training."""
+    """Trained trials, by the keys of their trainings."""
     found: dict[str, Trial] = {}
     for trial in trials:
         if trial.same_as is None:

@@ -1,4 +1,4 @@
-"""Ray Tune's schedulers for a sweep: stop trials early, by samples or evaluations."""
+"""Schedulers of Ray Tune for a sweep, which stop trials early, by samples or evaluations."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ PERTURBATIONS = 5  # number of times that a population is perturbed during a tra
 def make_scheduler(plan: SweepPlan, candidates: Sequence[Settings]) -> TrialScheduler:
     """Return the scheduler named in the question, in units of these trainings.
 
-    Each counts a quantity that only grows, also when a trial is resumed.
+    Each scheduler counts a quantity that only grows, even when a trial is resumed.
     """
     name = plan.question.scheduler
     if name == "fifo":

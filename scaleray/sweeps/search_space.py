@@ -18,7 +18,7 @@ BATCH_SIZE, RULE, LEARNING_RATE = "batch.global_size", "optimizer.rule", "optimi
 WARMUP, OPTIMIZER, SEED = "schedule.warmup", "optimizer.name", "seed"
 
 NAMED = (BATCH_SIZE, RULE, LEARNING_RATE, WARMUP, OPTIMIZER, SEED)
-"""Keys with a field of their own in every trial's record."""
+"""Keys that have a field of their own in every trial's record."""
 MUTATIONS = "mutations"
 """Additional key of a population's trial: the changes of its learning rate."""
 
@@ -96,8 +96,8 @@ class Candidates:
 def choose(space: Space, *, search: str, num_trials: int | None, refuse: Refuse, seed: int) -> Candidates:
     """Return the candidates of a grid, or of a random draw without repeats, seeds included.
 
-    The order is random too, so that a machine that slows down, or a scheduler that learns, does not favour any.
-    num_trials: number of combinations, each of which runs once per seed. Raises ConfigError.
+    The order is also random, so that a machine that slows down or a scheduler that learns does not favour any
+    candidate. num_trials: number of combinations, each of which runs once per seed. Raises ConfigError.
     """
     chance = random.Random(seed)
     combinations = space.combinations()
@@ -166,7 +166,7 @@ def to_text(settings: Mapping[str, Any]) -> str:
 
 def parse_sizes(option: str, text: str) -> tuple[int, ...]:
     """Parse batch sizes. `32..2048`: 32 and every doubling up to 2048; or `32,48,64`. Raises ConfigError."""
-    example = "such as 32..2048, which doubles, or 32,64,256"
+    example = "such as 32..2048 for all doublings, or 32,64,256"
     if match := re.fullmatch(r"\s*(\d{1,12})\s*\.\.\s*(\d{1,12})\s*", text):
         low, high = int(match[1]), int(match[2])
         if not 1 <= low <= high:
@@ -180,7 +180,7 @@ def parse_sizes(option: str, text: str) -> tuple[int, ...]:
 
 def parse_rates(option: str, text: str) -> tuple[float, ...] | LogUniform:
     """Parse learning rates. `1e-4..1e-2`: any value in the range; or `1e-3,2e-3`. Raises ConfigError."""
-    example = "such as 1e-4..1e-2, which is any value in the range, or 1e-3,2e-3,4e-3"
+    example = "such as 1e-4..1e-2 for any value in the range, or 1e-3,2e-3,4e-3"
     low, dots, high = text.partition("..")
     rates = _parse_list(option, f"{low},{high}" if dots else text, float, example)
     if not all(0 < rate < math.inf for rate in rates) or (dots and (len(rates) != 2 or rates[0] >= rates[1])):

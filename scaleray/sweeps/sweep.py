@@ -69,9 +69,9 @@ def sweep(
     """Train at many batch sizes and learning rates under Ray Tune, and write the report.
 
     config: a RunConfig, a YAML file, or a mapping of dotted keys or sections; None with `continue_`, as a sweep
-    continues with its own. workload: a class or an object; None loads the config's. tracking_uri: address of MLflow, if
-    it differs from the config's. say: called with lines on the progress. base_dir: folder to which relative paths of a
-    RunConfig refer. command: command that repeats the sweep, for its record.
+    continues with its own config. workload: a class or an object; None loads the config's. tracking_uri: address of
+    MLflow, if it differs from the config's. say: called with lines on the progress. base_dir: folder to which relative
+    paths of a RunConfig refer. command: command that repeats the sweep, for its record.
 
     Raises UsageError for invalid input, RunFailedError if all trials failed (the record is still written),
     KeyboardInterrupt if stopped.
@@ -167,13 +167,13 @@ def _asked(
 
 
 def _load_workloads(config: RunConfig, question: SweepQuestion, given: Any, base_dir: Path | None) -> dict[str, Any]:
-    """The workload, created once for each combination of its arguments."""
+    """Load the workload once for each combination of its arguments."""
     workloads = {}
     for args in all_args(config, question.space):
         if given is not None and not isinstance(given, type) and args != dict(config.workload.args):
             raise ConfigError.problem(
                 "--vary workload.args",
-                "requires a class: the workload is an object, whose arguments are fixed",
+                "requires a class: the workload is an object with fixed arguments",
                 "pass its class",
             )
         workloads[material_key(args)] = make_workload(given, config.workload.name, args, base_dir=base_dir)

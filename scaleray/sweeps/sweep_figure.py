@@ -17,7 +17,7 @@ MOST_LINES = 60
 MOST_CURVE_POINTS = 60
 """Most evaluations in one line."""
 MOST_BESIDE = 3.0
-"""Factor by which the frame of noise scales extends beyond the measured ones, however wide their intervals are."""
+"""Factor by which the frame of noise scales extends beyond the measured values, however wide their intervals."""
 MOST_ARROWS = 60
 """Most trials in a figure whose intervals end in an arrow if they extend beyond it."""
 
@@ -81,8 +81,8 @@ def to_target(record: SweepRecord, what: str) -> Drawing:
     meeting = sorted({b for found in by_batch.values() for b, s in found.items() if s.one_training_with})
     shared = f" At batch {', '.join(map(str, meeting))} rules give one training, which ran once." if meeting else ""
     caption = (
-        f"The best learning rate of each rule at each batch size; small dots are single seeds. {reading}{shared} "
-        "A line ends if the target is missed."
+        f"The best learning rate of each rule at each batch size; small dots are single seeds. {reading}{shared} A "
+        f"line ends where the target is missed."
     )
     return draw(f"target-{what}", f"{what.capitalize()} to target", caption, paint, marks=record.marks)
 
@@ -168,7 +168,7 @@ def goodput(record: SweepRecord) -> Drawing:
         drawing.label_ends(ax, ends)
 
     unsure = (
-        " Cross: further than 4 times from a measured batch size; do not rely on it."
+        " Cross: more than a factor of 4 from a measured batch size; do not rely on it."
         if not all(p.is_trusted for p in points)
         else ""
     )
@@ -243,7 +243,7 @@ def noise(record: SweepRecord) -> Drawing:
     left = f" {len(shown)} of {len(measured)} trials are drawn." if len(shown) < len(measured) else ""
     bars = " Bars: 95% intervals; those that reach the frame extend beyond it." if ends else ""
     open_ = " A bar without a dot: too large to resolve." if any(not t.noise_scale for t in shown) else ""
-    caption = f"One dot per trial at its end. Batches far below the noise scale waste no samples.{bars}{open_}{left}"
+    caption = f"One dot per trial, at its end. Batches far below the noise scale waste no samples.{bars}{open_}{left}"
     return draw("noise-scale", "Gradient noise scale", caption, paint, marks=record.marks)
 
 

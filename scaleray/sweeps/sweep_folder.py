@@ -27,7 +27,7 @@ FORMAT = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AskedSweep:
-    """Everything needed to repeat a sweep, or to run the rest of it.
+    """Everything needed to repeat a sweep, or to run its remaining trials.
 
     candidates: ordered by number. run_id: id of the MLflow run.
     """
@@ -95,7 +95,7 @@ def finished_record(path: str, *, option: str = "--continue") -> SweepRecord | N
 
 
 def grid_record(folder: str | Path) -> SweepRecord:
-    """Return the record of a finished sweep of a whole grid. Raises ConfigError if the folder holds none."""
+    """Return the record of a finished sweep of a whole grid. Raises ConfigError if the folder has none."""
     found = finished_record(absolute_path(str(folder)), option="--against-grid")
     if found is None:
         raise ConfigError.problem(
@@ -105,7 +105,7 @@ def grid_record(folder: str | Path) -> SweepRecord:
 
 
 def read_asked(path: str) -> AskedSweep:
-    """Return the question of an interrupted sweep. Raises ConfigError if the folder holds none."""
+    """Return the question of an interrupted sweep. Raises ConfigError if the folder has none."""
     store = Store(path)
     file = store.path(ASKED_FILE)
     try:

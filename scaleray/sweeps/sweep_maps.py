@@ -1,5 +1,4 @@
-"""Maps of a sweep's settings by batch size and learning rate, one panel per rule, with those that reached the
-target."""
+"""Maps of a sweep's settings by batch size and learning rate, with one panel per rule."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,14 +14,14 @@ from scaleray.sweeps.result import Knee, RuleRange, find_knee
 from scaleray.sweeps.rule_limits import ended_at, rule_limits
 
 MOST_MARKS = 1500
-"""Most settings in all maps together, and most trials in one scatter plot."""
+"""Most settings in all maps together, and most trials in a scatter plot."""
 PANELS = 4
-"""Most rules next to each other in one map."""
+"""Most rules side by side in one map."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Marks:
-    """Marks of all maps of a sweep, and the value that gives their colour."""
+    """Marks of all maps of a sweep, and the value shown by their colour."""
 
     found: Sequence[Setting]
     """Settings that are drawn."""
@@ -41,21 +40,21 @@ class _Marks:
 
     @property
     def what(self) -> str:
-        """Name of the value that gives the marks their colour."""
+        """Name of the value shown by colour."""
         return "samples to the target" if self.is_by_target else self.metric
 
     @property
     def known(self) -> list[float]:
-        """Values of the settings that have one."""
+        """Values shown by colour, of settings that have one."""
         return [v for s in self.found if (v := self.value(s)) is not None]
 
     def value(self, setting: Setting) -> float | None:
-        """Value that gives a setting its colour."""
+        """Value of a setting shown by colour."""
         return setting.samples_to_target if self.is_by_target else setting.value
 
 
 def maps(record: SweepRecord) -> list[Drawing]:
-    """Batch size by learning rate, one panel per rule; colour shows the samples to the target, or else the metric."""
+    """Draw batch size by learning rate, one panel per rule; colour shows the samples to the target or the metric."""
     found = settings(record)
     rules = list(dict.fromkeys(s.rule for s in found))
     if not rules:

@@ -14,14 +14,14 @@ Search = Literal["random", "grid", "optuna"]
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """Trials, and how they are searched."""
+    """Trials of a sweep, and the search for the best ones."""
 
     batch_sizes: str | None = None
     """Global batch sizes: 32..2048 is 32 and every doubling up to 2048; or 32,64,256."""
     rules: str | None = None
     """Rules by which the learning rate follows the batch size, with commas: linear, sqrt, adam, legw, none."""
     learning_rates: str | None = None
-    """Learning rates at the reference batch: 1e-4..1e-2 is any value in the range (log-uniform), or 1e-3,2e-3."""
+    """Learning rates at the reference batch: 1e-4..1e-2 for any value in the range (log-uniform), or 1e-3,2e-3."""
     optimizers: str | None = None
     """Optimizers, with commas: sgd, adamw, lars, lamb."""
     warmups: str | None = None
@@ -37,8 +37,8 @@ class SweepOptions:
     search: Search = "random"
     """Search: random, grid, or optuna (needs the extra `search`)."""
     scheduler: Scheduler = "fifo"
-    """Scheduler: fifo runs every trial to its end; asha, hyperband, median stop worse ones early; pbt copies better
-    weights."""
+    """Scheduler: fifo runs every trial to its end; asha, hyperband and median stop worse trials early; pbt copies
+    better weights."""
     metric: str | None = None
     """Metric that ranks the trials, such as "val/loss min". Default: that of stop.at, else the first split's loss."""
     guided: bool = False

@@ -1,4 +1,4 @@
-"""Trials of a sweep, planned before anything starts: the config of each, and those that cannot run."""
+"""Trials of a sweep, planned before anything starts: the config of each trial, and trials that cannot run."""
 
 import dataclasses
 import json
@@ -146,7 +146,7 @@ def make_material(workload: Any, sources: Mapping[str, Source]) -> Material:
     if len(splits) < 2:
         raise DataError.problem(
             "datasets()",
-            f"has only the split {TRAIN!r}: trials are compared on another one",
+            f"has only the split {TRAIN!r}: trials are compared on another split",
             "return a 'val' split as well",
         )
     return Material(workload, splits, sources)
@@ -172,8 +172,8 @@ def make_plan(
 
 
 def check_question(base: RunConfig, question: SweepQuestion) -> None:
-    """Run the checks that need no data: unknown keys and values of `--vary`, each of which must make a valid config,
-    the scheduler, and batch sizes that the workers cannot share equally. Raises ConfigError."""
+    """Run the checks that need no data: keys and values of `--vary`, each of which must give a valid config, the
+    scheduler, and batch sizes that the workers cannot share equally. Raises ConfigError."""
     for key, values in question.space.choices.items():
         for value in values:
             trial_config(base, {key: value, **({RULE: "none"} if key != RULE else {})}, question.workers_per_trial)
@@ -189,7 +189,7 @@ def _metric(base: RunConfig, question: SweepQuestion, splits: Mapping[str, Split
     evaluated = [name for name in splits if name not in (TRAIN, base.evaluation.only_at_end)]
     if not evaluated:
         raise ConfigError(
-            "evaluation.test", "at_end", "trials are compared on this split, as there is no other", "omit it"
+            "evaluation.test", "at_end", "trials are compared on this split, as there is no other split", "omit it"
         )
     text = text or base.checkpoint.best or f"{evaluated[0]}/loss min"
     metric, _, direction = text.strip().partition(" ")
@@ -216,7 +216,7 @@ def _check_scheduler(base: RunConfig, question: SweepQuestion) -> None:
         raise ConfigError(
             "--search",
             "optuna",
-            "pbt mutates its own trials and does not take suggestions",
+            "pbt mutates its own trials and does not accept suggestions",
             "use random or grid with pbt",
         )
     varied = [key for key, values in space.choices.items() if len(values) > 1]
@@ -233,7 +233,7 @@ def _check_scheduler(base: RunConfig, question: SweepQuestion) -> None:
 
 
 def _check_batch_sizes(base: RunConfig, question: SweepQuestion) -> None:
-    """Reject batch sizes in samples that workers cannot share equally; those in tokens depend on the data."""
+    """Reject batch sizes in samples that workers cannot share equally; sizes in tokens depend on the data."""
     if base.batch.unit != "samples":
         return
     sizes = question.space.choices.get(BATCH_SIZE, ())
@@ -272,7 +272,7 @@ def _samples(plan: StepPlan, steps: int) -> int:
 
 
 def full_settings(plan: SweepPlan, settings: Settings) -> Settings:
-    """Settings completed with the base config's values for the keys that every trial has."""
+    """Settings of a trial, completed with the base config's values for keys that every trial has."""
     try:
         config = plan.config(settings)
     except UsageError:

@@ -1,4 +1,4 @@
-"""Question of a sweep: the space of its trials, the search, the scheduler and the metric."""
+"""Question of a sweep: space of trials, search, scheduler and metric."""
 
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -30,16 +30,16 @@ OPTIONS = {
     WARMUP: "--warmups",
     LEARNING_RATE: "--learning-rates",
 }
-"""Keys that have their own command-line option, with its name."""
+"""Keys that have their own command-line option, with the option's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepQuestion:
-    """Question that a sweep answers. metric: metric and direction, such as `val/loss min`; None: the target's metric,
-    or else the first split's loss.
+    """The question that a sweep answers. metric: metric and direction, such as `val/loss min`; None for the target's
+    metric, or else the first split's loss.
 
-    batch_sizes_are_listed: the batch sizes were written out one by one, so one that does not fit is a mistake.
-    num_trials: number of combinations, each of which runs with every seed.
+    batch_sizes_are_listed: batch sizes were listed one by one, so a size that does not fit is a mistake. num_trials:
+    number of combinations, each of which runs with every seed.
     """
 
     space: Space

@@ -1,4 +1,5 @@
-"""Ray Tune trainable of a trial: trains to its next evaluation, reports it, and can be stopped, saved and resumed.
+"""Ray Tune's trainable for a trial, which trains to the next evaluation, reports it, and can be stopped, saved and
+resumed.
 
 The same process and its other workers run one trial after another (Tune's `reuse_actors`). Tune's checkpoint of a trial
 is a small file with the path of the folder where the workers wrote the state.
@@ -42,7 +43,7 @@ class SweepTrial(tune.Trainable):
     """Runs one trial after another in one placement group."""
 
     def setup(self, config: dict[str, Any], shared: Any = None) -> None:
-        """Start the workers. shared: list with one reference to a SharedPlan, which Tune does not resolve in a list."""
+        """Start the workers. shared: reference to a SharedPlan, in a list so that Tune does not resolve it."""
         import ray
 
         for name in ("ray.tune", "ray.train"):  # they would give advice already followed, and log every state
@@ -58,7 +59,7 @@ class SweepTrial(tune.Trainable):
         self._take(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """End the running trial and accept another one, or the same again; return False if that needs new workers."""
+        """End the running trial and accept another one, or the same again. Returns False if new workers are needed."""
         assert self.group is not None
         if not self.group.stop():
             raise LostWorkersError("the workers of the previous trial did not return")
@@ -74,7 +75,7 @@ class SweepTrial(tune.Trainable):
         return self._result(self.group.advance())
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Write the state of the trial, which is paused after an evaluation."""
+        """Save the state of the trial, which is paused after an evaluation."""
         folder, course = self.start_from, self.course_before
         if self.training is not None:
             folder = f"{self.shared.state_path}/{self.number:05d}-{secrets.token_hex(4)}"
@@ -155,7 +156,7 @@ def _status(ended: Ended, plan: SweepPlan, metrics: dict[str, float]) -> tuple[s
 
 
 def _noise_of(noise: dict[str, Any]) -> dict[str, Any]:
-    """Noise scale of the whole training, if that was long enough; None means infinite."""
+    """Noise scale of the whole training, if it was long enough to measure it; None means infinite."""
     if noise.get("effective") is None:
         return {}
     value, low, high = (noise[key] for key in ("effective", "effective_low", "effective_high"))

@@ -34,9 +34,9 @@ class _Progress:
 
 
 class TrialCollector(tune.Callback):
-    """Pass on each trial's record when it ends.
+    """Collects Ray Tune's reports, and passes on each trial's record when it ends.
 
-    settings: those of trials that are not in the plan's list, by number.
+    settings: settings of trials that are not in the plan's list, by number.
     """
 
     def __init__(self, plan: SweepPlan, on_trial: Callable[[Trial], None]) -> None:

@@ -83,8 +83,8 @@ def make_trial(
 def _target_hit(
     plan: SweepPlan, points: Sequence[tuple[int, float, float]], *, end: tuple[int, float] | None
 ) -> tuple[int, float] | None:
-    """(samples, seconds) to the target. end: those of the whole trial if the target ended it; used if the points are of
-    another metric."""
+    """(samples, seconds) to the target. end: of the whole trial if the target ended it, used if points are of another
+    metric."""
     target = plan.base.stop.at
     if target is None or target.metric != plan.metric:
         return end
@@ -92,7 +92,7 @@ def _target_hit(
 
 
 def trial_line(trial: Trial, number: int, total: int, *, same_as: int | None = None) -> str:
-    """One line for a trial, in fixed columns. number: position among the lines. same_as: that of the trial whose
+    """One line for a trial, in fixed columns. number: position of the line. same_as: position of the trial whose
     training counts for this one."""
     others = to_text(trial.settings)
     value = "-" if trial.value is None else f"{trial.value:.4g}"

@@ -1,7 +1,7 @@
-"""Processes of one trial after another: rank 0 in the trial's own process, the other ranks as separate actors.
+"""Processes for one trial after another: rank 0 in the trial's own process, the other ranks as separate actors.
 
 They share the trial's placement group, so that Ray gives a trial all of its workers or none, and they are reused by
-later trials. Each trial makes its own process group over a store of rank 0. Workers read their rows themselves.
+later trials. Each trial creates its own process group with a store on rank 0. Workers read their rows themselves.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Rendezvous:
     timeout_s: float
     is_one_node: bool
     watched: tuple[str, str]
-    """Folder, and name in it, for the stacks of stalled ranks."""
+    """Folder and file name for the stacks of stalled ranks."""
 
 
 def train_rank(
@@ -105,7 +105,7 @@ def _stall_watch(
 
 
 def fresh_job(plan: SweepPlan, settings: Settings) -> TrainJob:
-    """Return the trial's job with a workload of its own, as a new process would have it."""
+    """Return the trial's job with its own copy of the workload, as in a new process."""
     from ray import cloudpickle
 
     job = plan.job(settings, started_at=steady_time())
@@ -161,7 +161,7 @@ class TrialWorker:
         self.plan = local_materials(plan)
 
     def node(self) -> str:
-        """Return the address of the actor's node, once it is up."""
+        """Return the address of the actor's node, once the actor is running."""
         import ray
 
         return ray.util.get_node_ip_address()
@@ -198,7 +198,7 @@ class TrialWorker:
 
 
 class TrialGroup:
-    """Rank 0 and the actors of the other ranks, for successive trials. Made inside the trial's placement group."""
+    """Rank 0 and the actors of the other ranks, for successive trials. Created inside the trial's placement group."""
 
     def __init__(self, plan: SweepPlan, workers: list[Any], nodes: list[str], path: str) -> None:
         self.plan, self._path = plan, path
@@ -214,8 +214,8 @@ class TrialGroup:
 
     @classmethod
     def start(cls, plan: SweepPlan, shared: Any, path: str) -> TrialGroup:
-        """Start the actors of the other ranks and wait for them. shared: reference to the plan, for these. path: folder
-        for the stacks of stalled ranks."""
+        """Start the actors of the other ranks and wait for them. shared: reference to the plan, for the actors. path:
+        folder for the stacks of stalled ranks."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -263,8 +263,7 @@ class TrialGroup:
         return self.training
 
     def advance(self) -> Paused | Ended:
-        """Train up to the next evaluation or the end. An end with an error has its cause, on whichever rank it
-        occurred."""
+        """Train up to the next evaluation or the end. If a rank fails, the result has the error that caused it."""
         assert self.training is not None
         happened = self.training.advance()
         if isinstance(happened, Ended):
@@ -292,7 +291,7 @@ class TrialGroup:
                 ray.kill(worker)
 
     def _cause(self, error: BaseException | None) -> BaseException | None:
-        """Return the error that explains the others, once all ranks are done.
+        """Return the error that caused the others, once all ranks are done.
 
         Raises LostWorkersError if a rank does not return.
         """
@@ -353,7 +352,7 @@ class TrialGroup:
 
 
 def as_own_error(exc: BaseException, rank: int) -> ScaleRayError:
-    """Return the error itself if it is a ScaleRayError, otherwise one with its last line."""
+    """Return the error itself if it is a ScaleRayError, or else a ScaleRayError with its last line."""
     if isinstance(exc, ScaleRayError):
         return exc
     last = traceback.format_exception_only(exc)[-1].strip()

@@ -1,4 +1,4 @@
-"""A single Ray Tune experiment: the requested trials, in placement groups that hold all workers of a trial.
+"""A single Ray Tune experiment with the requested trials, in placement groups that contain all workers of a trial.
 
 Nothing here depends on Tune's own state: a sweep continues from its own records.
 """
@@ -84,7 +84,7 @@ def run_experiment(
 
 
 def _trainable(plan: SweepPlan, folder: str) -> Any:
-    """Return the function that Tune runs for each trial, in a placement group that holds all of its workers."""
+    """Return the function that Tune runs for each trial, in a placement group with all of its workers."""
     import ray
     from ray import tune
     from ray.tune.execution.placement_groups import PlacementGroupFactory
@@ -146,8 +146,8 @@ def _restore(variables: Mapping[str, str | None]) -> None:
 
 
 def _shipped(material: Material) -> Material:
-    """The material in transferable form: the workload as bytes, from which every trial makes its own, and references to
-    the data."""
+    """The material in transferable form: the workload as bytes, of which each trial makes a copy, and references to the
+    data."""
     import ray
     from ray import cloudpickle
 

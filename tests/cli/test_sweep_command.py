@@ -17,7 +17,7 @@ DIGITS = ["sweep", "-c", str(ROOT / "jobs" / "digits.yaml")]
     [
         (["sweep"], "Give a config with -c FILE"),
         ([*DIGITS, "--batch-sizes", "2048..32"], "--batch-sizes is '2048..32'"),
-        ([*DIGITS, "--batch-sizes", "32..x"], "such as 32..2048, which doubles"),
+        ([*DIGITS, "--batch-sizes", "32..x"], "such as 32..2048 for all doublings"),
         ([*DIGITS, "--rules", "linear,cubic"], "--rules is cubic"),
         ([*DIGITS, "--learning-rates", "fast"], "--learning-rates is fast"),
         ([*DIGITS, "--vary", "optimizer.weight_decay"], "it must be a key and its values"),

@@ -94,7 +94,7 @@ def test_rows_of_several_documents_do_not_share_sequences(gloo, texts):
         (LLAMA, {**TENSOR, "parallel.pipeline": 2}, WorkloadError, "or use --tensor.sequence-parallel false"),
         (GPT2, TENSOR, WorkloadError, r"lacks tensor_plan\(\)"),
         (MIXTRAL, TENSOR, WorkloadError, "use parallel.shard"),
-        ({**MIXTRAL, "output_router_logits": True}, {}, WorkloadError, "balance loss is that of a worker's batch"),
+        ({**MIXTRAL, "output_router_logits": True}, {}, WorkloadError, "computes the balance loss on a worker's batch"),
     ],
 )
 def test_what_has_no_plan_is_refused(gloo, model, flags, error, says):

@@ -160,7 +160,7 @@ def bad_arguments(folder):
         ({"tokenizer": str(folder / "nowhere")}, "no such folder or file exists here"),
         ({"tokenizer": str(folder / "empty")}, "has none of tokenizer.json"),
         ({"tokenizer": str(folder / "list.json")}, "list.json cannot be read"),
-        ({"model": {**LLAMA, "vocab_size": 100}}, "has 261 tokens, but the model has 100"),
+        ({"model": {**LLAMA, "vocab_size": 100}}, "has 261 tokens, while the model has 100"),
         ({"model": {**LLAMA, "max_position_embeddings": 8}}, "the model has 8 positions"),
         ({"packing": "tight"}, "concatenate, separate, pad"),
         ({"data": {"val": "x"}}, "including train"),
@@ -198,9 +198,9 @@ def test_linked_folders_and_names_that_are_not_utf_8_hold_texts(tmp_path):
 @pytest.mark.parametrize(
     ("labels", "words"),
     [
-        (["pos", "neg", " pos"], "the label of record 2 of the train data is ' pos': that of record 0 is 'pos'"),
+        (["pos", "neg", " pos"], "the label of record 2 of the train data is ' pos': the label of record 0 is 'pos'"),
         (["pos", "", "neg"], "the label of record 1 of the train data is '': a class needs a name"),
-        ([1, "1"], "the label of record 1 of the train data is '1': that of record 0 is 1"),
+        ([1, "1"], "the label of record 1 of the train data is '1': the label of record 0 is 1"),
     ],
 )
 def test_classes_that_look_alike_or_have_no_name_are_refused(labels, words):

@@ -183,7 +183,7 @@ def test_a_model_by_name_has_as_many_classes_as_the_folder(folder, torchvision):
     for args, words in [
         ({"model": "resnet18"}, "torchvision:NAME or timm:NAME"),
         ({"model": "torchvision:resnet19"}, "similar: resnet18"),
-        ({"options": {"depth": 2}}, "does not accept them"),
+        ({"options": {"depth": 2}}, "rejected them"),
     ]:
         with pytest.raises(WorkloadError, match=words):
             by_name(folder, **args)

@@ -169,7 +169,7 @@ def test_what_of_a_loader_has_no_effect_is_said():
     said = " ".join(sources["train"].notes)
     for words in ("batches of 3; batch.global_size decides", "does not shuffle", "batch.drop_last", "worker_init_fn"):
         assert words in said
-    assert sources["val"].notes == ("its DataLoader drops the last batch; every row is evaluated here",)
+    assert sources["val"].notes == ("its DataLoader drops the last batch; scaleray evaluates every row",)
 
 
 @pytest.mark.parametrize("mode", [None, "max_size_cycle", "min_size"])

@@ -201,7 +201,7 @@ def test_two_workers_with_micro_batches_train_what_one_does(gloo, strategy, modu
 
 
 def test_several_optimizers_over_split_parameters_are_refused(gloo):
-    with pytest.raises(ScaleRayError, match="manual optimisation with several optimizers needs whole ones"):
+    with pytest.raises(ScaleRayError, match="manual optimisation with several optimizers needs whole parameters"):
         gloo.run(2, trained, Without, {"strategy.name": "fsdp"})
 
 
@@ -318,5 +318,5 @@ def test_manual_optimisation_that_the_class_does_not_show_is_refused():
             super().__init__()
             hide(self)
 
-    with pytest.raises(ScaleRayError, match="uses manual optimisation: scaleray looks for it in the module's own"):
+    with pytest.raises(ScaleRayError, match="uses manual optimisation: scaleray detects it only in the module's own"):
         as_workload(Hidden, Data)().build_model()

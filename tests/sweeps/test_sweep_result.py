@@ -167,7 +167,7 @@ def test_trials_that_were_stopped_early_do_not_say_that_a_rule_missed():
     trials = [trial(32, samples=1), trial(64, status="stopped early", value=0.4), trial(128, value=0.4)]
     found = rule_range(record(trials), "linear", reference_batch_size=32)
     assert (found.held_up_to, found.missed_at, found.stopped_at) == (32, None, 64)
-    assert "held up to 32; at 64 the scheduler stopped its trials too early to tell" in said(record(trials))
+    assert "held up to 32; at 64 the scheduler stopped its trials before a result" in said(record(trials))
 
 
 def test_a_target_that_nobody_reached_is_said_with_the_closest():
