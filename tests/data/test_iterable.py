@@ -340,7 +340,7 @@ def test_a_stream_that_ends_although_it_was_not_counted_is_refused(short_counts)
 
     source = as_source(Slow(), split="train", in_steps=True)
     plan = StepPlan(source.num_rows, 13, shuffle=False)
-    with pytest.raises(DataError, match=r"with 26 rows in epoch 1: it was assumed to be endless"):
+    with pytest.raises(DataError, match=r"with 26 rows in epoch 1: it was taken for endless"):
         source.opened().read_on(plan.positions(2), plan)
 
 

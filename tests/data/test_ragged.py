@@ -123,7 +123,7 @@ def test_a_hash_of_ragged_arrays_knows_where_rows_begin():
     ],
 )
 def test_rows_that_differ_in_their_number_of_dimensions_are_refused(make):
-    with pytest.raises(DataError, match="may differ in size, but not in their number of dimensions"):
+    with pytest.raises(DataError, match="may differ in size but not in their number of dimensions"):
         make()
 
 

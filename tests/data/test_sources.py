@@ -359,7 +359,7 @@ def test_files_may_order_their_columns_as_they_like(tmp_path):
 
 @pytest.mark.parametrize("make", [lambda path: path / "nowhere", lambda path: path])
 def test_a_path_without_parquet_is_refused(tmp_path, make):
-    with pytest.raises(DataError, match=r"does not exist|holds no \.parquet file"):
+    with pytest.raises(DataError, match=r"does not exist|contains no \.parquet file"):
         ParquetSource(make(tmp_path))
 
 

@@ -118,7 +118,7 @@ def test_what_cannot_be_read_is_named(tmp_path, make, options, words):
 def test_paths_without_shards_are_named(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         TarSource(tmp_path / "none")
-    with pytest.raises(DataError, match=r"holds no \.tar file"):
+    with pytest.raises(DataError, match=r"contains no \.tar file"):
         TarSource(tmp_path)
     (tmp_path / "odd.tar").write_bytes(b"no tar" * 300)
     with pytest.raises(DataError, match=r"shards are plain \.tar files"):

@@ -144,7 +144,7 @@ def test_a_transform_that_is_not_repeatable_is_found_with_its_line(workload, off
     values = load_sources(workload())["train"].row_values
     assert what in values.difference
     assert f"{os.path.basename(__file__)}:{line_of(workload.transform) + offset}" in values.difference
-    assert values.advice.startswith("draw from rng")
+    assert values.advice.startswith("draw random numbers from rng")
     assert np.array_equal(np.random.get_state()[1], state)
 
 

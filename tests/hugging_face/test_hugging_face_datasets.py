@@ -350,7 +350,7 @@ class _Gives:
     [
         (
             lambda s: split_dataset_by_node(s, rank=0, world_size=2),
-            "is a part of a stream.*leave split_dataset_by_node",
+            "is a part of a stream.*omit split_dataset_by_node",
         ),
         (lambda s: s.load_state_dict(s.state_dict()) or s, "is a stream with a loaded state.*a resumed run finds"),
         (lambda s: s.with_format("pandas"), "the format of the train data is pandas"),

@@ -84,7 +84,7 @@ def test_what_is_no_chat_is_refused(texts):
     with pytest.raises(DataError, match="has no text of the assistant"), pytest.warns(UserWarning, match="1 of 1"):
         conversations([CHAT], tokenizer, length=4, what="train")
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(WorkloadError, match="rewrites earlier messages"):
+    with pytest.raises(WorkloadError, match="changes earlier messages"):
         conversations([CHAT], tokenizer, length=200, what="train")
     tokenizer.chat_template = None
     with pytest.raises(WorkloadError, match="has no chat template"):

@@ -255,7 +255,7 @@ def test_an_interrupted_study_keeps_what_it_has_and_goes_on_from_there(study, tm
     said, question = [], StudyOptions(world_sizes=[1, 2, 4], repeats=3)
     with pytest.raises((KeyboardInterrupt, RunFailedError)):
         study(question, Workers(fails_after=5, error=error), said)
-    assert any("5 measurements are kept: the same command continues from there" in line for line in said)
+    assert any("5 measurements are stored: the same command continues from there" in line for line in said)
     (folder,) = [f for f in (tmp_path / "runs").iterdir() if f.name.startswith("study-")]
     left = StudyRecord.read(folder / "record.json")
     assert sum(len(p.turns) for p in points_of(left).values()) == 5

@@ -91,7 +91,7 @@ class TrainOnly(Line):
         ({"evaluation.every": None}, {"scheduler": "asha"}, "which requires evaluation.every"),
         ({}, {"scheduler": "pbt", "batch_sizes": "8,16", "learning_rates": "0.1,0.2"}, "may differ only in learning rate"),
         ({}, {"scheduler": "pbt"}, "pbt needs at least two trials"),
-        ({}, {"scheduler": "pbt", "search": "optuna", "trials": 4}, "does not take suggestions"),
+        ({}, {"scheduler": "pbt", "search": "optuna", "trials": 4}, "does not accept suggestions"),
     ],
 )  # fmt: skip
 def test_a_sweep_that_cannot_be_is_one_error(flags, options, message):

@@ -2,7 +2,7 @@
 
 from recipe import Recipe, Rows
 
-REFUSED = r"Odd\.__len__\(\) .*an int from 0"
+REFUSED = r"Odd\.__len__\(\) .*an int of at least 0"
 
 
 class Odd(Rows):

@@ -85,7 +85,7 @@ class TestSpeed:
         (check,) = [check for check in result.checks if check.answer == "fail"]
         assert (
             check.numbers["candidate"] == pytest.approx(1 / 700, rel=0.01)
-            and "beyond the margin of 10 %" in check.words
+            and "exceeds the margin of 10 %" in check.words
         )
 
     def test_the_margin_is_one_of_the_ratio_of_geometric_means(self):

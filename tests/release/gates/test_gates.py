@@ -290,7 +290,7 @@ class TestConvergence:
 
     def test_a_run_that_needs_more_samples_than_the_margin_fails_with_both_numbers(self):
         result = self.answer(self.runs(6, samples=23_000, seed=1), self.runs(6, seed=2))
-        assert result.answer == "fail" and "beyond the margin of 5 %" in words_of(result)
+        assert result.answer == "fail" and "exceeds the margin of 5 %" in words_of(result)
 
     def test_a_quietly_worse_value_at_the_end_fails_although_the_target_is_reached_as_soon(self):
         result = self.answer(self.runs(6, value=0.960, seed=1), self.runs(6, seed=2))
@@ -418,7 +418,7 @@ class TestOperations:
         assert unsure.power is not None and unsure.power < 0.9 and unsure.runs_needed is not None
         assert unsure.runs_needed > 3
         one = asked(90.0)
-        assert one.answer == "inconclusive" and "0.9 in one run" in one.words and one.runs_needed == 2
+        assert one.answer == "inconclusive" and "0.9 in a single run" in one.words and one.runs_needed == 2
 
     def test_faults_survived_are_those_of_finished_runs_that_went_on(self):
         went_on = a_run("killed", resumed_after=[50])

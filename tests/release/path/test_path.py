@@ -277,7 +277,7 @@ def test_the_runbook_says_what_is_usual_and_what_every_alert_asks_for(path, comm
     to_the_gates(path)
     after = scaleray.next_on_path(path.folder, until="produce")
     text = (Path(path.folder) / "runbook.md").read_text()
-    assert after.next_task() is None and "from measurements" not in text
+    assert after.next_task() is None and "Measured limits" not in text
     (Path(path.folder) / "pipeline").mkdir()
     (Path(path.folder) / "pipeline" / "pipeline.json").write_text('{"alert_limits": ["no_progress_s 40: 20 seen"]}')
     assert "- no_progress_s 40: 20 seen" in runbook(after)

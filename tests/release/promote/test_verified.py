@@ -134,6 +134,6 @@ def test_a_statement_that_was_rewritten_with_a_file_is_not_that_of_the_registry(
     with written(code, code.read_bytes() + b"\n"):
         for one in values["subject"]:
             one["digest"]["sha256"] = file_digest(source / one["name"])
-        rewritten, refused = json.dumps(values).encode(), "not the one of the version"
+        rewritten, refused = json.dumps(values).encode(), "does not belong to the version"
         with written(statement, rewritten), pytest.raises(TrackingError, match=refused):
             mlflow_at.load_model("models:/corners@champion")
