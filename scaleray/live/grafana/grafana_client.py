@@ -102,7 +102,7 @@ class Grafana:
             want = "a valid token" if status == 401 else "a token with the right to edit dashboards and folders"
             hint = f"the role Editor is enough; Grafana says: {said}"
             return UsageError.problem(
-                where, f"rejected the token in {self._token_env} ({status}): it requires {want}", hint
+                where, f"rejected the token in {self._token_env} ({status}): it needs {want}", hint
             )
         if 300 <= status < 400:
             to = urllib.parse.urlsplit(answer.headers.get("Location", ""))
