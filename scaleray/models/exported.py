@@ -197,9 +197,7 @@ def _format_of(out: Path) -> Format:
     found: Format | None = next((name for name, ending in ENDINGS.items() if ending == out.suffix), None)
     if found is None:
         known = ", ".join(filter(None, ENDINGS.values()))
-        raise UsageError(
-            "--out", str(out), f"endings are {known}", "for a folder, use --format folder"
-        )
+        raise UsageError("--out", str(out), f"endings are {known}", "for a folder, use --format folder")
     return found
 
 
