@@ -139,7 +139,7 @@ def used_settings(config: RunConfig, strategy: str) -> dict[str, dict[str, Any] 
 
 
 def _acting(config: RunConfig, strategy: str) -> set[str | None]:
-    """The strategy and, if replicas train independently, the one that divides each replica over workers."""
+    """The strategy and, if replicas train independently, the strategy that divides each replica over workers."""
     return {strategy, short_form(dict(config.parallel)) if traits_of(strategy).trains_apart else None}
 
 

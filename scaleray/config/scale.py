@@ -32,7 +32,7 @@ class ScaleSettings(Settings):
     """Ray node labels that every worker's node must have, such as {zone: eu-1}."""
     max_failures: Annotated[int, Field(ge=0, le=1000)] = 3
     """Restarts of the worker group after a worker or node is lost, each from the newest checkpoint. An error of the
-    workload itself is retried once per step, and never before the first one. Preemptions do not count."""
+    workload itself is retried once per step, and never before the first step. Preemptions do not count."""
     launch_timeout_s: Positive = 120.0
     """Seconds that the worker group may take to start before the launch fails."""
     wait_for_nodes_s: NonNegative = 0.0

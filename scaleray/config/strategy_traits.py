@@ -11,7 +11,7 @@ class Traits:
     axes: tuple[str, ...] = ("replicate",)
     """Axes of the mesh over which it spreads a model, see `config.parallel`."""
     trains_apart: bool = False
-    """Whether workers hold different values of the same parameters, which agree only approximately or at intervals. All
+    """Whether workers have different values of the same parameters, which agree only approximately or at intervals. All
     other strategies give the result of a single process: a run may continue under another of them.
     """
     reduces_by_ddp: bool = False
@@ -22,7 +22,7 @@ class Traits:
     sharding: Literal["none", "zero1", "zero3"] = "none"
     """State that is sharded over the workers: nothing, the optimizer's state, or parameters, gradients and state."""
     splits_replica: bool = False
-    """Whether several workers together hold one replica and compute the same samples; no worker can do its part of a
+    """Whether several workers together have one replica and compute the same samples; no worker can do its part of a
     step alone."""
     averages_now_and_then: bool = False
     """Whether workers take independent steps between averagings, after a warm-up under DDP, if any."""

@@ -18,8 +18,8 @@ AT_ONCE = 64
 
 @dataclass(frozen=True)
 class RowsOfStep:
-    """Result of a search for non-finite values. bad: location of the first one, or None. is_whole: all rows were
-    checked."""
+    """Result of a search for non-finite values. bad: location of the first, or None. is_whole: whether it checked all
+    rows."""
 
     bad: str | None
     is_whole: bool

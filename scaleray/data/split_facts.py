@@ -44,7 +44,7 @@ class Split:
     lengths: Lengths | None = None
     """Lengths of the rows, if the source provides them."""
     lanes: int | None = None
-    """Number of contiguous parts: each row continues the one that many rows before. None if rows are independent."""
+    """Number of contiguous parts; each row continues the row this many positions before. None: independent rows."""
     collate: CollateCheck | None = None
     """Result of calling the workload's `collate` on a few rows, if it has one."""
     transform: Step | None = None

@@ -36,8 +36,7 @@ def _has_several(run: Any) -> bool:
 
 
 def states_of(module: nn.Module) -> dict[str, Any]:
-    """States of objects that have received rows, by name of the module's part; lists become mappings. Only tensors are
-    kept."""
+    """Tensor states of objects that have received rows, by name of the module's part; lists become mappings."""
     found = {}
     for name, metric in _named_objects(module):
         state = {key: getattr(metric, key) for key in metric._reductions}

@@ -1,4 +1,4 @@
-"""What a recorder knows about the workers besides their records: heartbeats, activity, and requests to stop."""
+"""State of the workers in a recorder, in addition to their records: heartbeats, activity, and requests to stop."""
 
 import math
 import time

@@ -322,7 +322,7 @@ def _with_adapters(trained: TrainedRun, choice: ModelChoice) -> Weights:
 
 
 def _write(write: Callable[[Path], None], target: Path) -> Path | None:
-    """Write the folder and rename a previous one, which may have other files than an export: returns its new name."""
+    """Write the folder, and rename an existing one, which may have other files. Returns the latter's new name."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as parent:

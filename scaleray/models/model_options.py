@@ -79,7 +79,7 @@ class ExportOptions(ModelChoice):
     format: Format | None = None
     """Format; by default that of the file's ending. onnx requires the extra `onnx`."""
     dtype: DType | None = None
-    """Type of the floating-point weights; by default the trained one."""
+    """Type of the floating-point weights; by default the trained type."""
     tolerance: float | None = None
     """Largest allowed difference, relative to the largest output; by default 0 for safetensors, 1e-5 for torch.export,
     1e-4 for onnx and fp32, 1e-2 for fp16, 5e-2 for bf16."""

@@ -141,7 +141,7 @@ def rebuild_checkpoint(run: str | Path, *, step: int | None = None, copy_path: s
 def import_weights(file: str | Path, folder: str | Path) -> dict[str, Any]:
     """Make a checkpoint from a plain file of weights, with which `workload.weights` can start a training.
 
-    file: a .pt file of torch.save with tensors only, or a .safetensors file. folder: a new one, local or s3://.
+    file: a .pt file of torch.save with tensors only, or a .safetensors file. folder: a new folder, local or s3://.
     """
     from scaleray.checkpoints.consolidated import import_weights as read
     from scaleray.config.base import absolute_path

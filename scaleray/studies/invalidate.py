@@ -53,7 +53,7 @@ def _find(run: str, store: str) -> tuple[Any, Any]:
     if len(runs) > 1:
         ids = ", ".join(one.info.run_id for one in runs[:5])
         raise TrackingError.problem(
-            "RUN", f"{run} is ambiguous: {len(runs)} runs have this name", f"use the id of one: {ids}"
+            "RUN", f"{run} is ambiguous: {len(runs)} runs have this name", f"use the id of one run: {ids}"
         )
     return client, runs[0]
 

@@ -276,7 +276,7 @@ class RunningStudy(Campaign):
         )
 
     def _leave(self, status: str) -> None:
-        """Store the measurements and log how to continue; errors here never hide the one that ended the study."""
+        """Store the measurements and log how to continue; errors here never hide the error that ended the study."""
         if self.has_left:
             return
         self.has_left = True

@@ -348,10 +348,7 @@ class _Gives:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (
-            lambda s: split_dataset_by_node(s, rank=0, world_size=2),
-            "is a part of a stream.*omit split_dataset_by_node",
-        ),
+        (lambda s: split_dataset_by_node(s, rank=0, world_size=2), "is a part of a stream.*omit split_dataset_by_node"),
         (lambda s: s.load_state_dict(s.state_dict()) or s, "is a stream with a loaded state.*a resumed run finds"),
         (lambda s: s.with_format("pandas"), "the format of the train data is pandas"),
         (lambda s: s.with_format("arrow"), "the format of the train data is arrow"),

@@ -167,7 +167,12 @@ def test_what_of_a_loader_has_no_effect_is_said():
     workload = as_workload(Plain, lambda: {"train": loader, "val": DataLoader(ROWS, 5, drop_last=True)})()
     sources = workload.datasets()
     said = " ".join(sources["train"].notes)
-    for words in ("batches of 3; batch.global_size determines", "does not shuffle", "batch.drop_last", "worker_init_fn"):
+    for words in (
+        "batches of 3; batch.global_size determines",
+        "does not shuffle",
+        "batch.drop_last",
+        "worker_init_fn",
+    ):
         assert words in said
     assert sources["val"].notes == ("its DataLoader drops the last batch; scaleray evaluates every row",)
 

@@ -210,7 +210,7 @@ def weights_at(place, workload, flags, step):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"parallel.replicate": 1, "parallel.shard": 4}, "all workers together hold a single one"),
+        ({"parallel.replicate": 1, "parallel.shard": 4}, "all workers together have a single replica"),
         ({**SHARDS, "local_sgd.node_sync_every": 1}, "within a node"),
         ({**SHARDS, "fsdp.cpu_offload": True}, "where they are computed"),
         ({**SHARDS, "noise_scale.measure": True}, "cannot be measured alone"),

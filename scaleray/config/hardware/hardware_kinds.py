@@ -137,9 +137,9 @@ TRANSPORTS: dict[str, Transport] = {
     "efa": Transport(
         bandwidth_share=0.80, most_gb_per_s=float("inf"), latency_us=20.0, tree_hop_us=50.0,
         source="9.75 us per rank and direction in ml-engineering's EFA all-reduce of 8 bytes (V100, 16 to 64 ranks);"
-        " NCCL's tuning.cc puts a tree's hop at 50 us in the Simple protocol, which buckets take where LL128 is not to"
-        " be had; a flow: EC2 gives one 10 Gb/s, and nanotron's pipelines between p5 nodes lose the time that takes."
-        " Doubtful where EFA itself carries it",
+        " NCCL's tuning.cc puts a tree's hop at 50 us in the Simple protocol, which buckets use if LL128 is "
+        "unavailable; EC2 gives a flow 10 Gb/s, and nanotron's pipelines between p5 nodes lose the corresponding time. "
+        "Doubtful if EFA itself carries the flow",
         flow_gb_per_s=1.25,
     ),
     "tcp": Transport(
@@ -173,7 +173,7 @@ class Cluster:
     """GPUs on one board, if fewer of them are used; 0: the number of the node."""
     price_per_gpu_hour: float | None = None
     algorithms: tuple[str, ...] = ("ring", "tree")
-    """All-reduce algorithms, of which the fastest is used: `ring`, `tree`, `hierarchical`. The last is not included by
+    """All-reduce algorithms, of which the fastest is used: `ring`, `tree`, `hierarchical`. The last one is off by
     default, as in NCCL: with it, the errors of `jobs/planner_evidence` rise from 5.7 to 6.7 % on the calibration folder
     and from 5.2 to 7.2 % on Pollux's T4 traces."""
     in_network: Literal["none", "node", "all"] = "none"

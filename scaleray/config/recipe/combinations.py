@@ -190,7 +190,7 @@ def check_training_apart(config: RunConfig) -> None:
         raise ConfigError(
             "parallel.replicate",
             1,
-            f"{name} averages several replicas, and all workers together hold a single one",
+            f"{name} averages several replicas, but all workers together have a single replica",
             "use --strategy.name fsdp, or more replicas",
         )
     if config.local_sgd.node_sync_every is not None:

@@ -69,7 +69,7 @@ class Recipe:
     keep_checkpoint_every_steps: int | None
     memory_every_steps: int | None
     learning_rate: float | None
-    """Peak learning rate; None: set by the workload's own optimizer, which only its workers know."""
+    """Peak learning rate; None if the workload's own optimizer sets it, as only its workers know."""
     betas: tuple[float, float]
     epsilon: float
     strategy: str

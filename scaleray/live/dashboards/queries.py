@@ -83,7 +83,7 @@ def by_rank(metric: Metric, *matchers: str) -> str:
 
 
 def since(metric: Metric, how: str = "max", *labels: str) -> str:
-    """Seconds since the time that a metric holds, by Prometheus's clock, for each value of further labels."""
+    """Seconds since the time stored in a metric, by Prometheus's clock, for each value of further labels."""
     return f"time() - {over(metric, how, *labels)}"
 
 

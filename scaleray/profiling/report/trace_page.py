@@ -72,7 +72,7 @@ def memory_tables(snapshots: Sequence[MemorySnapshot]) -> list[Table]:
 
 
 def slowest_of(report: TraceReport) -> RankTrace:
-    """The rank that the others wait for: the last to arrive at collectives, or the one with the least exposed
+    """The rank for which the others wait: the last to arrive at collectives, or the rank with the least exposed
     communication."""
     if report.late_ns:
         last = max(report.late_ns, key=lambda rank: report.late_ns[rank])

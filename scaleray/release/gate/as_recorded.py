@@ -38,7 +38,7 @@ def study_as_recorded(study: StudyRecord, uri: str | None) -> Check:
 
 
 def certificate_as_recorded(certificate: NamedCertificate, uri: str | None) -> Check:
-    """Whether the certificate equals the one that `scaleray verify` recorded."""
+    """Whether the certificate equals the one recorded by `scaleray verify`."""
     differs = certificate_differences(certificate.record.run_id, certificate.sha256, uri=uri)
     return _check("the certificate equals MLflow's copy", certificate.name, differs, uri)
 

@@ -54,7 +54,7 @@ def _alike(
         if found := unlike(facts[0], known, may_differ):
             more = f" and {len(found) - 4} more" if len(found) > 4 else ""
             words = f"{runs[0].name} and {run.name} differ: {'; '.join(found[:4])}{more}"
-            remedy = f"fingerprint.may_differ in the policy, or train both alike: scaleray compare {run.name} ..."
+            remedy = f"set fingerprint.may_differ in the policy, or train both alike: scaleray compare {run.name} ..."
             return Check(what=what, answer="fail", words=words, numbers={"differences": len(found)}, remedy=remedy)
     return Check(what=what, answer="pass", words=f"{len(runs)} runs, {len(facts[0])} facts")
 

@@ -79,6 +79,6 @@ def _of_gpus(gpus: Sequence[Facts]) -> dict[str, Any]:
 
 
 def _one(values: Iterable[Any]) -> Any:
-    """The common value, or a list of the different ones."""
+    """The common value, or a list of the different values."""
     different = {str(value): value for value in values}
     return next(iter(different.values())) if len(different) == 1 else [different[key] for key in sorted(different)]

@@ -76,7 +76,7 @@ def equality_gate(
     if chosen is None:
         reasons = {one.name: _why_not(one.record, run, policy, may_differ, moment) for one in certificates}
         name, why = min(reasons.items(), key=lambda item: len(item[1]))
-        words = f"none of {len(certificates)} certificates matches; {name}: {'; '.join(why[:3])}"
+        words = f"none of {len(certificates)} certificates matches. {name}: {'; '.join(why[:3])}"
         return gate_of(GATE, [Check(what=what, answer="inconclusive", words=words, remedy=remedy)])
     record = chosen.record
     answer: Answer = "pass" if record.passed else "fail"

@@ -106,7 +106,7 @@ def tasks_of(path: PathRecord) -> list[PathTask]:
         ),
         PathTask(
             key=CHECK,
-            what="the version is the promoted one, and its pipeline retrains it",
+            what="the version is unchanged since its promotion, and its pipeline retrains it",
             command=[
                 "promote", "--verify", f"{path.model}@{path.alias}", *pipeline,
                 *(["--uri", path.tracking_uri] if path.tracking_uri else []),

@@ -213,8 +213,8 @@ def _drift(model: str, uri: str, policy: Policy) -> str:
     runs = max(policy.drift.min_runs, policy.convergence.min_runs)
     words = shlex.join(["gate", "--against", model, "--uri", without_password(uri)])
     return f"""#!/bin/bash
-# Compares the runs of the last days with {model}. The policy asks for {runs}: by default as many weeks and a day, and
-# DAYS is for another rhythm.
+# Compares the runs of the last days with {model}. The policy requires {runs} runs, so the default is as many weeks and
+# a day; DAYS sets another number of days.
 # Exit code 0: as promoted; 1: one gate fails; 3: too few runs to tell, as until {runs} have been trained since.
 set -euo pipefail
 {_find_python()}exec "$python" -m scaleray {words} --days "${{DAYS:-{7 * runs + 1}}}" "$@"

@@ -41,8 +41,8 @@ LEAST_BATCH = 4
 """Smallest number of steps in a batch."""
 WORTH_PAIRING = 0.5
 """Largest width of the paired intervals, relative to the unpaired ones, at which pairing is used. Choosing the narrower
-interval would favour those that are narrow by chance: for normal turns and 3 to 10 rounds such a choice covers 93 % if
-rounds share nothing; this rule covers 94 % or more in any case."""
+interval would favour intervals that are narrow by chance: for normal turns and 3 to 10 rounds such a choice covers 93 %
+if rounds share nothing; this rule covers 94 % or more in any case."""
 MOST_LOG = 100.0
 """Largest distance of an interval's end from its value, as the logarithm of a ratio: a few short turns may leave open
 more than any measurable value."""
@@ -137,7 +137,7 @@ def resampled(turns: Turns, *, number: int = 0, is_paired: bool = False) -> Resa
     steps = [step for turn in turns for step in turn]
     if not steps or not all(math.isfinite(step) and step > 0 for step in steps):
         found = next((step for step in steps if not (math.isfinite(step) and step > 0)), "none")
-        raise UsageError.problem("the step times of a point", f"must be seconds above 0, at least one, not {found}")
+        raise UsageError.problem("the step times of a point", f"must be positive seconds, at least one, not {found}")
     return _resampled(tuple(tuple(turn) for turn in turns if turn), number, NUM_DRAWS, is_paired)
 
 

@@ -35,9 +35,9 @@ TWO_POINTS, MORE_POINTS = LawError(0.04, 0.7, 0.0), LawError(0.04, 0.5, 0.5)
 """Errors of laws on two points and on more points, fitted to 296 doublings of published curves that were predicted from
 the points before them, by the chosen law: weak and strong scaling of CNNs and transformers on 1 to 32 V100, P100, T4,
 A100 and H100 (DLPerf, NVIDIA DLExamples, TensorFlow 2017, LLM Foundry, and the traces of Pollux and Sia). The intervals
-hold 93 % of them, 96 % of those from 3 points or more; with constants chosen without one source they hold 89 % of it.
-The noise of those measurements, which were not repeated, is not in the intervals. Gains above 2 are not capped, as 11 %
-of the doublings had one."""
+contain 93 % of them, and 96 % of those from 3 or more points; with constants chosen without one source, they contain 89
+% of that source. The noise of those measurements, which were not repeated, is not in the intervals. Gains above 2 are
+not capped, as 11 % of the doublings had one."""
 WIDEST = 1.0
 """Maximum width of the gain's interval for a prediction: no gain and the full gain differ by 1."""
 NUM_BAND_POINTS = 24

@@ -144,7 +144,7 @@ class History:
 
 
 def histories(found: Sequence[Experiment], *, figure: str) -> list[History]:
-    """Histories of a figure, longest first; experiments that are invalid or changed are left out."""
+    """Histories of a figure, longest first; experiments that are invalid or changed are omitted."""
     groups: dict[tuple[Any, ...], list[Experiment]] = defaultdict(list)
     for one in found:
         if one.is_usable and one.values.get(figure) is not None:

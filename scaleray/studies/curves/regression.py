@@ -94,7 +94,7 @@ class Change:
     def _reservation(self) -> str:
         return {
             "launches": "",
-            "one side's launches": " if both spread alike",
+            "one side's launches": " if both have the same spread",
             "steps": " from the noise of steps alone",
         }[self.basis]
 

@@ -152,5 +152,5 @@ def test_one_sweep_beside_another_is_one_launch_beside_another():
 @pytest.mark.parametrize("times", [[0.0, 0.1], [-0.1], [math.nan], []])
 def test_times_that_are_none_are_refused_on_either_side(times):
     for sides in ((([times],), ([[0.1, 0.1]],)), (([[0.1, 0.1]],), ([times],))):
-        with pytest.raises(UsageError, match="seconds above 0"):
+        with pytest.raises(UsageError, match="positive seconds"):
             change_of_launches(*sides)
