@@ -140,7 +140,7 @@ def test_workers_read_it_themselves_and_the_promise_says_what_that_means():
 
 def test_rows_that_differ_when_they_are_iterated_again_are_named_and_not_verified():
     job, sources = make_job(Streamed(Unrepeatable()))
-    assert "row 0 differs in column x when it is iterated again" in job.sample_order
+    assert "row 0 differs in column x when the rows are iterated again" in job.sample_order
     with pytest.raises(DataError, match="the train data is not repeatable"):
         make_job(Streamed(Unrepeatable()), {"deterministic": True})
     with pytest.raises(DataError, match="Runs can be compared only on the same values"):
