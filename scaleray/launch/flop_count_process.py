@@ -2,8 +2,8 @@
 
 python -m scaleray.launch.flop_count_process CONFIG    prints the profile as JSON
 
-Standard input holds the config's settings of the command line as a JSON list: they may include a password, which the
-list of processes must not show."""
+Standard input holds the config's command-line settings as a JSON list, since they may include a password, which must
+not be visible in the process list."""
 
 import contextlib
 import json

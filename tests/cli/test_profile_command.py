@@ -74,7 +74,7 @@ def test_a_folder_that_is_no_run_one_that_runs_and_a_study_are_refused(tmp_path,
     running = tmp_path / "running"
     running.mkdir()
     (running / "run.json").write_text("{}")
-    assert "it is running, or was killed" in refused(capsys, running)
+    assert "it is still running, or was killed" in refused(capsys, running)
     study = tmp_path / "study"
     study.mkdir()
     (study / "record.json").write_text(study_examples.study().to_json())

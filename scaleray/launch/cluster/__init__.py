@@ -1,1 +1,1 @@
-"""A Ray cluster: connecting to it, starting a local head, and checking its capacity."""
+"""Connect to a Ray cluster, start a local head, and check a cluster's capacity."""

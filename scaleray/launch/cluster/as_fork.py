@@ -1,8 +1,8 @@
-"""Script that a raylet runs in place of Ray's own set-up of a worker; it requests one from the template, see
+"""Script that a raylet runs instead of Ray's own worker set-up: it requests a worker from the template of
 `worker_template.py`.
 
-It imports nothing slow. It lives as long as its worker, since Ray watches this process. If the template cannot make the
-worker (another interpreter, another language, an activated environment), Ray's own scripts do."""
+The script imports nothing slow. It lives as long as its worker, since Ray watches this process. If the template cannot
+make the worker (another interpreter, another language, an activated environment), Ray's own scripts do."""
 
 import json
 import os
@@ -34,9 +34,10 @@ def main() -> None:
 
 
 def environment_and_folder(context: dict) -> tuple[dict[str, str], str] | None:
-    """Environment variables and folder of a worker. context: its runtime environment, as Ray's agent serializes it.
+    """Environment variables and working directory of a worker. context: its runtime environment, as Ray's agent
+    serializes it.
 
-    None if Ray itself must set it up.
+    None if Ray itself must set the worker up.
     """
     variables = context.get("env_vars") or {}
     folder = os.getcwd()
@@ -55,13 +56,13 @@ def environment_and_folder(context: dict) -> tuple[dict[str, str], str] | None:
 
 
 def search_path(places: str) -> list[str]:
-    """Folders in which a process with this PYTHONPATH finds modules, after its script's folder."""
+    """Module search path of a process with this PYTHONPATH, without its script's folder."""
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return [*filter(None, places.split(os.pathsep)), *(place for place in sys.path[1:] if place not in before)]
 
 
 def be_fork(content: bytes) -> None:
-    """Wait for the end of the fork that the template makes, and exit. Returns if the template makes none."""
+    """Request a fork from the template, wait until it ends, and exit. Returns if the template makes none."""
     try:
         with socket.socket(socket.AF_UNIX) as template:
             template.connect(os.environ["WORKER_TEMPLATE_SOCKET"])

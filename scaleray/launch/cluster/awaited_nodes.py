@@ -1,4 +1,4 @@
-"""Nodes that a cluster starts on demand: requested and waited for before a run, up to a deadline."""
+"""Request the nodes that a cluster starts on demand, and wait for them before a run, up to a deadline."""
 
 import contextlib
 import time
@@ -15,11 +15,11 @@ LOOK_S = 2.0
 
 
 def nodes_for(config: RunConfig, *, option: str = "", look: Callable[[], list[Node]] = alive_nodes) -> list[Node]:
-    """Return the nodes of the connected cluster as soon as they can hold the run; at once if `scale.wait_for_nodes_s`
-    is 0.
+    """Return the nodes of the connected cluster once they can hold the run, or at once if `scale.wait_for_nodes_s` is
+    0.
 
-    option: the option with the number of workers, if not in the config. look: returns the living nodes. Raises
-    ClusterError at the deadline, naming the nodes found."""
+    option: command-line option that gives the number of workers, if the config does not. look: returns the living
+    nodes. Raises ClusterError at the deadline, naming the nodes found."""
     nodes, wait_s = look(), config.scale.wait_for_nodes_s
     if not wait_s or _missing(config, nodes, option) is None:
         return nodes
@@ -36,7 +36,7 @@ def nodes_for(config: RunConfig, *, option: str = "", look: Callable[[], list[No
                     missing.what,
                     missing.found,
                     f"{missing.allowed} after {wait_s:g} s of waiting (scale.wait_for_nodes_s)",
-                    f"{missing.hint}; for the cluster's attempts to get nodes: ray status --address ADDRESS",
+                    f"{missing.hint}; to see how the cluster tries to get nodes: ray status --address ADDRESS",
                 ) from missing
             time.sleep(LOOK_S)
             nodes = look()
@@ -52,7 +52,7 @@ def _missing(config: RunConfig, nodes: Sequence[Node], option: str) -> ClusterEr
 
 
 def bundles_of(config: RunConfig) -> list[dict[str, Any]]:
-    """Request to Ray's autoscaler: the workers' resources, and those of the input."""
+    """Resource bundles to request from Ray's autoscaler, for the workers and for the input."""
     scale = config.scale
     more = [{"CPU": config.data.reserved_cpus}] if config.data.reserved_cpus else []
     if scale.placement == "STRICT_PACK":  # as one, that must find room on one node
@@ -83,7 +83,7 @@ def _asking_for(config: RunConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _apart(config: RunConfig, labels: dict[str, str]) -> Iterator[None]:
-    """Request one node per worker under STRICT_SPREAD: one large node could satisfy a request for resources alone."""
+    """Request one node per worker under STRICT_SPREAD, since one large node could satisfy a plain resource request."""
     if config.scale.placement != "STRICT_SPREAD":
         yield
         return

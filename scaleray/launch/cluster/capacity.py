@@ -1,4 +1,4 @@
-"""Whether a cluster can hold a run, how many trials fit at once, and the missing resources if none fits."""
+"""Check whether a cluster can hold a run, and how many trials fit at once; name the missing resources if none fits."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from scaleray.launch.cluster.connection import Node
 
 
 def check_capacity(config: RunConfig, nodes: Sequence[Node]) -> None:
-    """Refuse a run that these nodes can never hold; Ray itself would wait for ever. Raises ClusterError.
+    """Refuse a run that these nodes can never hold, for which Ray would wait forever. Raises ClusterError.
 
     The run needs `workers` bundles of CPUs and GPUs on nodes with the right labels, and CPUs for the input."""
     scale = config.scale
@@ -44,14 +44,14 @@ def check_capacity(config: RunConfig, nodes: Sequence[Node]) -> None:
 
 
 def num_workers_possible(config: RunConfig, nodes: Sequence[Node]) -> int:
-    """Number of workers of a run that these nodes can hold, with `data.reserved_cpus` left free."""
+    """Maximum number of workers of a run on these nodes, with `data.reserved_cpus` left free."""
     return max(0, min(_possible(config, nodes), _beside_the_input(config, nodes)))
 
 
 def check_option_fits(option: str, config: RunConfig, nodes: Sequence[Node], *, hint: str | None = None) -> None:
-    """Refuse a number of workers that an option gives and these nodes can never hold. Raises ClusterError.
+    """Refuse an option's number of workers if these nodes can never hold it. Raises ClusterError.
 
-    hint: advice; None: that of `check_capacity`."""
+    hint: advice in place of that of `check_capacity`, unless None."""
     try:
         check_capacity(config, nodes)
     except ClusterError as exc:
@@ -64,9 +64,9 @@ def check_option_fits(option: str, config: RunConfig, nodes: Sequence[Node], *, 
 
 
 def num_concurrent(config: RunConfig, nodes: Sequence[Node]) -> int:
-    """Number of trials that fit at once, with `data.reserved_cpus` left free; at least 1 for one that fits.
+    """Number of trials that fit at once, with `data.reserved_cpus` left free; at least 1 if a trial fits alone.
 
-    A trial needs its workers on one node with STRICT_PACK, on as many nodes with STRICT_SPREAD, and anywhere else.
+    STRICT_PACK places a trial's workers on one node, STRICT_SPREAD each on its own node, and other placements anywhere.
     """
     scale, workers = config.scale, config.scale.max_workers
     bundles = [_bundles(scale, node) for node in _fitting(scale, nodes)]

@@ -1,6 +1,6 @@
 """The Ray cluster of a run: connect to it or start one, and list its nodes.
 
-Every known trap of Ray 2.60 that concerns connecting is handled here, with its reason next to the line.
+Every known pitfall of connecting with Ray 2.60 is handled here, with the reason next to the line.
 """
 
 import concurrent.futures.thread  # noqa: F401 - its fork hooks must not be added while `_importing` and Ray's forks overlap
@@ -27,7 +27,7 @@ CONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 20.0
 """Seconds to wait for an answer: a loaded head needs a few."""
 ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
-"""Call to Ray's control store without arguments; a server of Ray's client refuses it as unknown."""
+"""Call without arguments to Ray's control store; a Ray Client server rejects it as unknown."""
 
 NODES = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
 
@@ -37,7 +37,7 @@ def check(address: str) -> None:
     differs."""
     place = address.removeprefix("ray://")
     if place.startswith(("http://", "https://")):
-        raise OSError("a dashboard takes jobs (scaleray submit --to); a training connects to HOST:PORT of the head")
+        raise OSError("a dashboard accepts jobs (scaleray submit --to); a training connects to HOST:PORT of the head")
     host, _, port = place.rpartition(":")
     if not host or not port.isdigit():
         return
@@ -60,7 +60,7 @@ def check(address: str) -> None:
 
 
 def _send_no_needless_token(place: str) -> None:
-    """Switch to the mode of a cluster without a token: its processes would refuse calls to one that requires a token.
+    """Disable token authentication if the cluster has no token: its processes could not call one that requires a token.
 
     Raises ClusterError if the user set the mode."""
     global _decided_mode
@@ -90,7 +90,7 @@ def _send_no_needless_token(place: str) -> None:
 
 
 def _call(place: str, method: str) -> bytes:
-    """Serialized answer of the control store at host:port to a call without arguments. Raises grpc.RpcError."""
+    """Serialized reply of the control store at host:port to a call without arguments. Raises grpc.RpcError."""
     from ray._private.grpc_utils import init_grpc_channel
     from ray._private.ray_constants import GLOBAL_GRPC_OPTIONS
 
@@ -104,7 +104,7 @@ def _call(place: str, method: str) -> bytes:
 
 
 def _num_nodes(place: str) -> int:
-    """Number of living nodes of the cluster whose control store is at host:port; 0 if it does not say."""
+    """Number of living nodes of the cluster whose control store is at host:port; 0 if it gives no answer."""
     from ray.core.generated.gcs_pb2 import GcsNodeInfo
     from ray.core.generated.gcs_service_pb2 import GetAllNodeInfoReply
 
@@ -116,14 +116,14 @@ def _num_nodes(place: str) -> int:
 
 
 def other_token(address: str) -> ClusterError:
-    """Error of a cluster that refuses this user's token."""
+    """Error for a cluster that rejects this user's token."""
     is_sent = os.environ.get(token.MODE) != "disabled"
-    mine = "another than the cluster's" if is_sent else f"not sent, as {token.MODE} is disabled"
+    mine = "different from the cluster's" if is_sent else f"not sent, as {token.MODE} is disabled"
     return ClusterError(
         "the token",
         mine if token.has_token() else None,
-        f"the cluster at {address} requires its own",
-        "set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to it, with RAY_AUTH_MODE=token",
+        f"the cluster at {address} requires its own token",
+        "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's token",
     )
 
 
@@ -152,7 +152,7 @@ DRIVER_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Node:
-    """One alive node: its address, resources in total and labels."""
+    """A living node: its address, total resources and labels."""
 
     address: str
     resources: Mapping[str, float]
@@ -165,9 +165,9 @@ OF_RAY_TRAIN = {
     # one machine has no other to go on with; the watcher costs a process and prints an error at every start
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
-"""Variables of all processes of a run on one node."""
+"""Environment variables of all processes of a run on one node."""
 GIVEN_TO_WORKERS = ("RAY_TRAIN_", "RAY_WARN_BLOCKING_", "TORCHFT_", "NCCL_RAS_")
-"""Prefixes of the driver's variables that Ray Train gives to its processes."""
+"""Prefixes of the driver's environment variables that Ray Train passes to its processes."""
 OWN_ENVIRONMENT = {
     # with Ray's default of 15 workers give way to everything, and to the recorder; with it at 19, and glibc's two
     # settings above, digits on 2 of 2 cores came from 0.78 to 0.86 of torchrun's speed
@@ -175,12 +175,12 @@ OWN_ENVIRONMENT = {
     **OF_RAY_TRAIN,
     loopback.VARIABLE: "0",
 }
-"""Variables of a Ray that is started here, added to `DRIVER_ENVIRONMENT`; the user's own values take precedence."""
+"""Environment variables of a Ray started here, besides `DRIVER_ENVIRONMENT`; the user's values take precedence."""
 
 _own_cluster = False
 """Whether this process started the Ray that it is connected to."""
 _workers_inherit = False
-"""Whether all variables of workers are in the environment of their node or job."""
+"""Whether workers inherit all their variables from the environment of their node or job."""
 _decided_mode: str | None = None
 """Value that `set_auth_mode` gave RAY_AUTH_MODE; None if the user set it."""
 
@@ -203,11 +203,10 @@ def publishes_metrics(config: RunConfig) -> bool:
 
 @contextlib.contextmanager
 def connected(config: RunConfig, *, meanwhile: Sequence[str] = ()) -> Iterator[str]:
-    """A connection to the cluster of RAY_ADDRESS, or to a local one that lives as long as the context; yields its
-    address.
+    """Connect to the cluster of RAY_ADDRESS, or to a local one that lives as long as the context; yields its address.
 
-    A connection that the caller already has is used and left open. meanwhile: modules that the caller needs next,
-    imported while Ray's own processes start. Raises ClusterError."""
+    An existing connection is reused and left open. meanwhile: modules that the caller needs next, imported while Ray's
+    own processes start. Raises ClusterError."""
     global _own_cluster, _workers_inherit
     for name, value in DRIVER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -243,8 +242,8 @@ def connected(config: RunConfig, *, meanwhile: Sequence[str] = ()) -> Iterator[s
 
 @contextlib.contextmanager
 def _importing(modules: Sequence[str], later: str) -> Iterator[None]:
-    """Import these modules in a thread while Ray starts, and `later` after the context. Code that needs a module
-    imports it too, and gets its error."""
+    """Import these modules in a thread while Ray starts, and `later` after the context. Import errors surface where a
+    module is used."""
     ready = threading.Event()
 
     def work() -> None:
@@ -270,8 +269,7 @@ def _importing(modules: Sequence[str], later: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def joined(address: str, *, name: str = "--address") -> Iterator[list[Node]]:
-    """The living nodes of a running cluster, for inspection; an existing connection is used. name: origin of the
-    address.
+    """List the living nodes of a running cluster; an existing connection is reused. name: source of the address.
 
     Raises ClusterError."""
     for variable, value in DRIVER_ENVIRONMENT.items():
@@ -290,11 +288,11 @@ def joined(address: str, *, name: str = "--address") -> Iterator[list[Node]]:
 
 
 def set_auth_mode(address: str | None = None) -> None:
-    """Decide token authentication explicitly: clients of Ray 2.60 do not adopt the cluster's mode.
+    """Set the mode of token authentication, since clients of Ray 2.60 do not adopt the cluster's mode.
 
-    address: the cluster's, `local` for one that is started here; None: that of RAY_ADDRESS, or a local one. A decision
-    for one address does not apply to the next; a mode set by the user stays. Raises ClusterError for a cluster that is
-    started while this process talks to one without a token."""
+    address: of the cluster; `local` for one started here; None for that of RAY_ADDRESS, or a local one. A mode set by
+    the user remains; any other is decided again for each address. Raises ClusterError for a new cluster if this process
+    is connected to one without a token."""
     global _decided_mode
     loopback.ask_directly()
     given = os.environ.get(token.MODE)
@@ -330,8 +328,7 @@ def _is_connected() -> bool:
 
 
 def _connect(address: str, *, name: str = "RAY_ADDRESS", forks: Callable[[int], dict[str, Any]] | None = None) -> bool:
-    """Connect to the cluster. Returns whether its workers need no environment of their own. forks: see
-    `own_ray.forking_on`."""
+    """Connect to the cluster; returns whether its workers inherit all variables. forks: see `own_ray.forking_on`."""
     import ray
 
     inherit = False
@@ -371,7 +368,7 @@ def _own_ray_failed(exc: BaseException) -> ClusterError:
     return ClusterError.problem(
         "Ray on this machine",
         f"did not start: {first_line(exc).rstrip('.')}",
-        f"its logs: {ray_logs()}\n  a second try often helps on a loaded machine; --local trains without Ray",
+        f"its logs: {ray_logs()}\n  on a loaded machine, a second attempt often succeeds; --local trains without Ray",
     )
 
 
@@ -381,8 +378,7 @@ def ray_logs() -> str:
 
 
 def _gcs_address(address: str) -> str | None:
-    """host:port of the cluster's control store, if the address contains it; `auto` has to be resolved after
-    connecting."""
+    """host:port of the cluster's control store, if the address holds it; `auto` is resolved after connecting."""
     if address != "auto":
         return address.removeprefix("ray://")
     if not FIRST_ANSWER.is_used():
@@ -402,7 +398,7 @@ def runtime_env(address: str | None) -> dict[str, Any]:
 
 
 def alive_nodes() -> list[Node]:
-    """The nodes of the connected cluster, the driver's first."""
+    """Living nodes of the connected cluster, starting with the driver's."""
     import ray
 
     here = ray.get_runtime_context().get_node_id()
@@ -432,7 +428,7 @@ def input_cpus(config: RunConfig, nodes: Sequence[Node] = ()) -> float:
 
 
 def own_placement_groups() -> set[str]:
-    """Ids of the placement groups made by this driver's actors that hold or request resources."""
+    """Ids of placement groups that this driver's actors created and that hold or request resources."""
     import ray
 
     job = ray.get_runtime_context().get_job_id()  # an id ends with that of its job
@@ -443,8 +439,8 @@ def own_placement_groups() -> set[str]:
 def remove_placement_groups(numbers: Iterable[str]) -> None:
     """Remove the placement groups of actors that died; Ray itself would keep them until the driver exits.
 
-    Ray Train's own cleaner only handles a group whose workers have started. A controller that dies earlier would leave
-    a group behind, for which the next one would wait for ever."""
+    Ray Train's own cleaner handles a group only once its workers have started. If a controller died earlier, its group
+    would remain, and the next controller would wait for the resources forever."""
     import ray
     from ray.util.placement_group import PlacementGroup
 

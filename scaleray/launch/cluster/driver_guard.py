@@ -1,8 +1,8 @@
-"""A small process next to the driver. It closes everything that a dead driver leaves open: the run in MLflow, processes
-and temporary folders of its own Ray. Ray's core ends the driver without a message when its raylet or GCS ends.
+"""A small process that cleans up after a dead driver: its run in MLflow, and the processes and temporary folders of its
+own Ray. Ray's core ends the driver without a message when its raylet or GCS ends.
 
-Run as a script, this file is that process. It imports nothing but the standard library until the driver has died, and
-sleeps until then. Facts reach it through its standard input, since MLflow's address may hold a password."""
+That process runs this file as a script. It sleeps until the driver has died, and imports only the standard library
+until then. It receives facts on its standard input, since MLflow's address may contain a password."""
 
 import contextlib
 import json
@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from typing import Any
 
 LOOK_S = 0.5
-"""Seconds between two checks for the driver on systems without file descriptors of processes."""
+"""Seconds between checks of the driver on systems without file descriptors for processes."""
 END_S = 5.0
-"""Seconds in which the guard must end after the driver has finished in good order."""
+"""Seconds that the guard has to exit after the driver has finished normally."""
 
 _guards: list[subprocess.Popen[str]] = []
 _ray: dict[str, Any] = {}
@@ -26,7 +26,8 @@ _ray: dict[str, Any] = {}
 
 @contextlib.contextmanager
 def guarding(**facts: Any) -> Iterator[None]:
-    """Context of a command that has a run in MLflow. An exception counts as a good end, since the caller marks the run.
+    """Guard a command that has a run in MLflow, during the context. An exception counts as a normal end, since the
+    caller marks the run.
 
     facts: see `left_open.LeftOpen`."""
     try:
@@ -61,10 +62,10 @@ def note(**facts: Any) -> None:
 
 
 def note_ray(**facts: Any) -> None:
-    """Replace the facts about this process's own Ray; without any, it has ended.
+    """Replace the facts about this process's own Ray; no facts mean that it has ended.
 
-    folder: that of its template's socket, which all its processes have in their environment. logs: their folder.
-    processes: ids of raylet and GCS, by name."""
+    folder: of its template's socket, which is in the environment of all its processes. logs: folder of their logs.
+    processes: process ids of raylet and GCS, by name."""
     global _ray
     _ray = facts
     note(ray=facts)
@@ -78,7 +79,7 @@ def _send(guard: subprocess.Popen[str], facts: dict[str, Any]) -> None:
 
 
 def main(driver: int) -> None:
-    """Wait for the end of the driver and close what it left open."""
+    """Wait until the driver ends, and clean up after it."""
     facts: dict[str, Any] = {}
     ended, content = "", b""
     watched: dict[int, str] = {0: "input"}
@@ -114,8 +115,7 @@ def main(driver: int) -> None:
 
 
 def _is_ending(process: int) -> bool:
-    """Whether a process's first thread has ended. Ray's processes are killed then, before all other threads have
-    ended."""
+    """Whether a process's main thread has ended. Ray's processes are killed then, before its other threads end."""
     try:
         with open(f"/proc/{process}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] in ("Z", "X")
@@ -124,7 +124,7 @@ def _is_ending(process: int) -> bool:
 
 
 def _watch(watched: dict[int, str], processes: dict[str, int]) -> None:
-    """Add file descriptors of these processes of Ray to `watched`, by name, and remove all others."""
+    """Replace the Ray processes in `watched` by these: file descriptors by name."""
     for file in [file for file, name in watched.items() if name not in ("input", "driver")]:
         del watched[file]
         os.close(file)

@@ -1,4 +1,4 @@
-"""Decide whether workers use GPUs if the config does not, and report idle GPUs."""
+"""Decide whether workers use GPUs if the config leaves it open, and report idle GPUs."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,9 @@ TRAIN_ON_THEM = "--scale.gpus-per-worker 1 trains on them"
 
 
 def with_gpus_decided(config: RunConfig, nodes: Sequence[Node] | None, *, say: Say) -> RunConfig:
-    """The config with a number for `scale.gpus_per_worker: auto`: 1 if the cluster has GPUs, else 0. The driver decides
-    it once, and the number is recorded. nodes: of the cluster; None: this process alone, without Ray. say: logs idle
-    GPUs."""
+    """The config with `scale.gpus_per_worker: auto` replaced by 1 if the cluster has GPUs, else by 0. The driver
+    decides once, and the number is recorded. nodes: of the cluster; None: this process alone, without Ray. say: logs
+    idle GPUs."""
     import torch
 
     if nodes is None:
@@ -29,10 +29,10 @@ def with_gpus_decided(config: RunConfig, nodes: Sequence[Node] | None, *, say: S
 
 
 def idle_gpus(num_gpus: float, gpus_per_worker: float, *, has_cuda: bool) -> str:
-    """A sentence on GPUs that stay idle in a run on CPUs, with the setting that uses them; empty if there are none."""
+    """Notice about GPUs that a run on CPUs leaves idle, with the setting that uses them; empty if there are none."""
     if not num_gpus or gpus_per_worker:
         return ""
     which = "1 GPU is" if num_gpus == 1 else f"{num_gpus:g} GPUs are"
     if not has_cuda:
-        return f"{which} idle: this torch is built without CUDA; install one with it, and {TRAIN_ON_THEM}"
+        return f"{which} idle: this build of torch lacks CUDA; install one with CUDA, and {TRAIN_ON_THEM}"
     return f"{which} idle: the workers train on CPUs; {TRAIN_ON_THEM}"

@@ -1,5 +1,5 @@
-"""A temporary Ray head on this machine: own ports, own folder, only on loopback, ended with the process that started
-it.
+"""A temporary Ray head on this machine, with its own ports and folder, reachable only on loopback. It ends with the
+process that started it.
 
 For demos, benchmarks and tests that need a cluster to submit jobs to."""
 
@@ -43,8 +43,8 @@ def local_head(
 ) -> Iterator[Head]:
     """Start a head and stop it, with everything it started, at the end of the context. Raises ClusterError.
 
-    num_cpus: CPUs that Ray may hand out, which may be more than the machine has. Token authentication is as in Ray: a
-    token file in the user's home, created if there is none."""
+    num_cpus: CPUs that Ray may hand out, which may be more than the machine has. Token authentication works as in Ray,
+    with a token file in the user's home, created if missing."""
     set_auth_mode("local")
     ensure_token()
     folder = short_folder()  # Ray's sockets are deep below it

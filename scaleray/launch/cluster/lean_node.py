@@ -1,10 +1,10 @@
-"""A Ray node without its unused processes, whose workers are forks of one process.
+"""A Ray node without unused processes. Its workers are forks of one process.
 
-Overrides private methods of Ray's node, see `scaleray/common/private_parts.py`; without these parts Ray starts as it
-always does.
+Overrides private methods of Ray's node, see `scaleray/common/private_parts.py`; if they are missing, Ray starts as
+usual.
 
-CPU seconds before the first step, on 2 cores: the autoscaler's monitor 0.4; the dashboard's process, which is started
-and waited for even without a dashboard, 0.7; the node's agent 0.8, which has a minimal form for installations without
+CPU seconds before the first step, on 2 cores: the autoscaler's monitor 0.4; the dashboard's process 0.7, which Ray
+starts and waits for even without a dashboard; the node's agent 0.8, which has a minimal form for installations without
 the dashboard's libraries."""
 
 import contextlib
@@ -18,14 +18,14 @@ from scaleray.launch.cluster import worker_template
 from scaleray.launch.cluster.worker_template import WorkerTemplate
 
 NOT_PRESTARTED = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
-"""Variables of a node. Idle workers that are not requested yet would take the cores from the start."""
+"""Environment variables of a node. Idle workers started in advance would take cores from the start-up."""
 START_TIMEOUT_S = 240.0
-"""Seconds to wait until a node has joined its cluster. Ray waits for 30 s, which a loaded machine was seen to need."""
+"""Seconds to wait until a node has joined its cluster. Ray waits 30 s, all of which a loaded machine has needed."""
 
 
 @contextlib.contextmanager
 def nodes(*, template: WorkerTemplate | None, has_dashboard: bool, has_autoscaler: bool) -> Iterator[None]:
-    """Let Ray start nodes of this kind in this process. template: the process from which their workers are forked."""
+    """Make Ray start nodes of this kind in this process. template: the process from which their workers are forked."""
     import ray._private.node as node
     import ray._private.services as services
     import ray._private.utils as utils

@@ -1,4 +1,4 @@
-"""Things that a dead driver leaves open: its MLflow run, and processes and folders of its own Ray."""
+"""Clean-up after a dead driver: its MLflow run, and the processes and folders of its own Ray."""
 
 import contextlib
 import os
@@ -27,11 +27,11 @@ GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class LeftOpen:
-    """A driver's run, as known to its guard.
+    """The guard's facts about a driver's run.
 
-    command: the user's command. folder: of the run, path or URI. hint: how to continue it. uri: of MLflow, with its
-    password. experiment: its name, or experiment_id. key: of the run in MLflow; None before it can exist. ray: see
-    `driver_guard.note_ray`."""
+    command: the user's command. folder: of the run, path or URI. hint: how to continue the run. uri: of MLflow, with
+    its password. experiment: its name; or experiment_id: its id. key: of the run in MLflow; None before it can exist.
+    ray: see `driver_guard.note_ray`."""
 
     command: str
     folder: str
@@ -43,13 +43,12 @@ class LeftOpen:
     ray: Mapping[str, Any] = field(default_factory=dict)
 
     def close(self, ended: str) -> None:
-        """End remaining processes, mark the run FAILED, and print one message. ended: process of Ray that ended
-        first."""
+        """End remaining processes, mark the run FAILED, and print one message. ended: Ray process that ended first."""
         end_processes(self.ray.get("folder"), self.ray.get("logs"))
         reason = (
-            f"{ended} of its own Ray ended, and Ray ends the driver with it"
+            f"{ended} of its own Ray ended, which ends the driver too"
             if ended
-            else "its process ended without a message (SIGKILL, out of memory, or its Ray was ended)"
+            else "its process ended without a message (SIGKILL, out of memory, or the end of its Ray)"
         )
         is_continued = not self._is_free()
         marked = ""
@@ -79,7 +78,7 @@ class LeftOpen:
             print("\n".join(lines), file=sys.stderr, flush=True)
 
     def _is_free(self) -> bool:
-        """Whether no other process writes to the run's folder."""
+        """Whether no process is writing to the run's folder."""
         if not os.path.exists(lock_file := f"{self.folder}/.lock"):
             return True
         deadline = time.monotonic() + LOCK_S
@@ -93,8 +92,8 @@ class LeftOpen:
 
 
 def end_processes(folder: str | None, logs: str | None = None) -> None:
-    """End all processes of a Ray whose template listens in this folder, and remove the folder. logs: folder in which
-    each of them writes its log."""
+    """End all processes of the Ray whose template listens in this folder, and remove the folder. logs: folder of their
+    logs."""
     if folder is None:
         return
     mark = str(Path(folder, "template"))
@@ -110,8 +109,8 @@ def end_processes(folder: str | None, logs: str | None = None) -> None:
 
 
 def _writing_to(logs: str | None) -> set[psutil.Process]:
-    """Agents and workers that write to this folder. Their titles replace their environments, and once their raylet has
-    ended they have no marked ancestor."""
+    """Agents and workers that write to this folder. Their titles overwrite their environments, and once their raylet
+    has ended, no ancestor identifies them."""
     found, log_folder = set(), f"{os.path.realpath(logs)}/" if logs else ""
     for process in psutil.process_iter() if logs else ():
         with contextlib.suppress(psutil.Error, OSError):

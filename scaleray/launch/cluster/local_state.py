@@ -1,6 +1,6 @@
 """State of the clusters that this user has started on this machine, and their living processes.
 
-Each has a folder inside a private folder of this user, with a file of mode 0600; Ray's own files are next to it."""
+Each cluster has a folder inside this user's private folder, with a state file of mode 0600 next to Ray's own files."""
 
 import contextlib
 import dataclasses
@@ -21,15 +21,14 @@ from scaleray.errors import ClusterError, UsageError
 
 PREFIX = "c-"
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,11}")
-"""Allowed names of clusters. They are short, since paths of Ray's sockets below them may have at most 107
-characters."""
+"""Allowed cluster names, which are short because paths of Ray's sockets may have at most 107 characters."""
 MARK = "CLUSTER_OF_SCALERAY"
-"""Variable of all processes of a cluster: a random number, by which unlisted processes are found."""
+"""Environment variable of all processes of a cluster: a random number that identifies unlisted processes."""
 SAME_START_S = 1.0
-"""Seconds by which two readings of one process's start may differ, since they depend on the system's clock."""
+"""Maximum difference in seconds between two readings of a process's start time, which depend on the system's clock."""
 AS_SAVED = ConfigDict(extra="forbid", strict=True)
 GRACE_S = 20.0
-"""Seconds from requesting a node's end to SIGKILL; its guard ends its descendants within ten."""
+"""Seconds between asking a node to end and SIGKILL; its guard ends its descendants within ten."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class NodeState:
 
     @property
     def is_running(self) -> bool:
-        """Whether this process is alive, and not another one with the same number."""
+        """Whether this process is alive, rather than another one with the same process id."""
         return self.process() is not None
 
     def process(self) -> psutil.Process | None:
@@ -74,7 +73,7 @@ class ClusterState:
         return folder_of(self.name)
 
     def save(self) -> None:
-        """Save the state for this user alone, for `load`."""
+        """Save the state for `load`, readable only by this user."""
         part = self.folder / "state.part"
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "w") as output:
@@ -82,7 +81,7 @@ class ClusterState:
         part.replace(self.folder / "state.json")
 
     def left(self) -> list[psutil.Process]:
-        """All living processes of the cluster: its nodes, and processes with its mark whose node is gone."""
+        """All living processes of the cluster: its nodes, and marked processes whose node is gone."""
         found = {process for node in self.nodes if (process := node.process()) is not None}
         return list(found | marked_processes(MARK, self.mark))
 
@@ -104,8 +103,8 @@ class ClusterState:
 
 
 def marked_processes(name: str, value: str) -> set[psutil.Process]:
-    """Living processes with this variable in their environment, and all their descendants: Ray's agents and workers
-    overwrite their environment with their titles."""
+    """Living processes with this variable in their environment, and all their descendants, since Ray's agents and
+    workers overwrite their environment with their titles."""
     found = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -121,7 +120,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def folder_of(name: str) -> Path:
-    """Folder for the files of a cluster, which may not exist yet. Raises UsageError."""
+    """Folder of a cluster's files, which may not exist yet. Raises UsageError."""
     if not NAME.fullmatch(name):
         raise UsageError("NAME", name, "a cluster's name has at most 12 characters from a-z, 0-9 and -", "such as mine")
     return _place() / f"{PREFIX}{name}"
@@ -136,8 +135,8 @@ def new_folder(name: str) -> Path:
         raise ClusterError(
             "NAME",
             name,
-            "a cluster of this name is up, or being started",
-            f"scaleray cluster status; to end it: scaleray cluster down {name}; for a second one choose another name",
+            "a cluster with this name is running or starting",
+            f"scaleray cluster status shows it, scaleray cluster down {name} ends it; a second one needs another name",
         ) from exc
     return folder
 
@@ -154,29 +153,29 @@ def load(name: str) -> ClusterState | None:
             str(folder_of(name) / "state.json"),
             "not readable",
             f"it lists the processes of a cluster: {' '.join(str(exc).splitlines()[1:3]) or exc}",
-            "another release of scaleray wrote it: end the cluster with that one",
+            "if another release of scaleray wrote it, end the cluster with that release",
         ) from exc
 
 
 def _checked(state: ClusterState, name: str) -> ClusterState:
-    """Return the state if its processes cannot belong to anyone else. Raises ValueError."""
+    """Return the state if it is valid and cannot identify foreign processes. Raises ValueError."""
     if state.name != name or not re.fullmatch("[0-9a-f]+", state.mark):
         raise ValueError(f"its name is {state.name!r} and its mark {state.mark!r}")
     if wrong := [node.pid for node in state.nodes if node.pid < 1]:
-        raise ValueError(f"no process has the number {wrong[0]}")
+        raise ValueError(f"{wrong[0]} is not a process id")
     return state
 
 
 def names() -> Iterator[str]:
-    """The names of this user's clusters on this machine."""
+    """Names of this user's clusters on this machine."""
     for folder in sorted(_place().glob(f"{PREFIX}*")):
         if NAME.fullmatch(folder.name.removeprefix(PREFIX)):
             yield folder.name.removeprefix(PREFIX)
 
 
 def _place() -> Path:
-    """Private folder of this user, which every later command must find. Raises ClusterError if another user has taken
-    its name."""
+    """This user's private folder, which every later command must find. Raises ClusterError if another user owns its
+    name."""
     found = own_folder()
     if hasattr(os, "getuid") and found != short_path() / f"scaleray-{os.getuid()}":
         with contextlib.suppress(OSError):  # something else of this user is in it

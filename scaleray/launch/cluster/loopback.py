@@ -1,8 +1,8 @@
 """Restrict a Ray to this machine: all its processes listen on 127.0.0.1, which no other host can reach.
 
-Ray replaces a given 127.0.0.1 by an address that others can reach, and then listens on all interfaces. On Windows and
-macOS it stays on loopback; `VARIABLE` is Ray's own switch for that. This module overrides the function by which Ray
-finds this machine's address (see `scaleray/common/private_parts.py`); if that fails, Ray listens as usual."""
+Ray itself replaces 127.0.0.1 by an address that other hosts can reach, and then listens on all interfaces. On Windows
+and macOS Ray stays on loopback by default; `VARIABLE` is its own switch for that. This module overrides the function by
+which Ray finds this machine's address (see `scaleray/common/private_parts.py`); if that fails, Ray listens as usual."""
 
 import contextlib
 import os
@@ -15,11 +15,12 @@ from scaleray.launch.cluster import token
 
 ADDRESS = "127.0.0.1"
 VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Variable of Ray's processes: 0 lets them stay on loopback. 1, set by the user, opens a local Ray to other hosts."""
+"""Ray's environment variable: with 0 its processes stay on loopback; 1, set by the user, opens a local Ray to other
+hosts."""
 LOOK_TIMEOUT_S = 2.0
 NAMES = (ADDRESS, "localhost", "::1", "[::1]")
 NO_PROXY = ("no_proxy", "NO_PROXY")
-"""Variables that list hosts to be reached without a proxy; libraries read the one or the other first."""
+"""Environment variables that list hosts to reach without a proxy; libraries differ in which one they read first."""
 
 
 def is_wanted() -> bool:
@@ -28,24 +29,24 @@ def is_wanted() -> bool:
 
 
 def is_kept() -> bool:
-    """Whether a Ray started here stays on loopback: it should, and this release of Ray allows it."""
+    """Whether a Ray started here stays on loopback: it should, and this release of Ray supports it."""
     return is_wanted() and LOOPBACK.is_used()
 
 
 def refuse_open() -> None:
-    """Raise UsageError if a Ray that is started here would let other hosts run code without a token."""
+    """Raise UsageError if a Ray started here would let other hosts run code without a token."""
     if os.environ.get(token.MODE, "").lower() == "disabled" and not is_kept():
         raise UsageError(
             token.MODE if is_wanted() else f"{VARIABLE} with {token.MODE}",
             "disabled" if is_wanted() else "1 and disabled",
-            "a Ray that other hosts can reach must require a token, or all of them may run code here",
-            f"leave {token.MODE} out to use a token"
-            + ("" if is_wanted() else f", or {VARIABLE} to keep Ray on this machine"),
+            "a Ray that other hosts can reach must require a token, since they could run code here otherwise",
+            f"unset {token.MODE} to use a token"
+            + ("" if is_wanted() else f", or unset {VARIABLE} to keep Ray on this machine"),
         )
 
 
 def ask_directly() -> None:
-    """Exclude loopback from proxies, for this process and those that it starts: a proxy would receive the token."""
+    """Bypass proxies for loopback in this process and its children; a proxy would receive the token."""
     if not any(name.lower().endswith("_proxy") and name not in NO_PROXY for name in os.environ):
         return  # a lone no_proxy would hide a system's own settings of proxies
     given = next((os.environ[name] for name in NO_PROXY if os.environ.get(name)), "")
@@ -58,8 +59,7 @@ def ask_directly() -> None:
 
 @contextlib.contextmanager
 def staying_local() -> Iterator[None]:
-    """Make Ray in this process use 127.0.0.1 as the machine's address while it starts such nodes or connects to
-    them."""
+    """Make Ray in this process use 127.0.0.1 as the machine's address while it starts or reaches nodes on loopback."""
     if not is_kept():
         yield
         return
@@ -76,7 +76,7 @@ def staying_local() -> Iterator[None]:
 
 @contextlib.contextmanager
 def reaching(address: str) -> Iterator[None]:
-    """Let Ray in this process connect to a cluster at this address that listens on loopback only."""
+    """Let Ray in this process connect to a cluster at this address even if it listens only on loopback."""
     if not is_on_loopback_alone(address):
         yield
         return
@@ -85,7 +85,7 @@ def reaching(address: str) -> Iterator[None]:
 
 
 def is_on_loopback_alone(address: str) -> bool:
-    """Whether host:port is on loopback while the same port of this machine's own address is closed."""
+    """Whether host:port is on loopback, and the same port of this machine's own address is closed."""
     host, _, port = address.rpartition(":")
     if host not in (ADDRESS, "localhost") or not port.isdigit():
         return False

@@ -1,7 +1,7 @@
-"""A node of a Ray on this machine, run by Ray's own command line on loopback with its own ports.
+"""Start a Ray node on this machine with Ray's own command line, on loopback and with its own ports.
 
-The only way to start a head here, for permanent clusters (`local_clusters.py`) and temporary ones (`head.py`). It never
-touches another Ray on the machine, as `ray stop` would."""
+All heads are started here, for permanent clusters (`local_clusters.py`) and temporary ones (`head.py`). Unlike `ray
+stop`, it never touches another Ray on the machine."""
 
 import os
 import resource
@@ -23,11 +23,12 @@ from scaleray.launch.cluster.own_ray import free_port
 from scaleray.launch.cluster.worker_template import WorkerTemplate, is_possible
 
 START_TIMEOUT_S = 300.0
-"""Seconds to wait for a start: a loaded machine was seen to need more than two minutes."""
+"""Seconds to wait for a start: a loaded machine has needed more than two minutes."""
 OBJECT_STORE_BYTES = 512 * 2**20
 OPEN_FILES = 65536
 JOINED = b"Ray runtime started"
-"""Line of `ray start` once the node is in its cluster: on a loaded machine long after its dashboard answers."""
+"""Line that `ray start` prints once the node has joined its cluster, on a loaded machine long after its dashboard
+answers."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class NodeProcess:
             raise self.failed(what, wanted)
 
     def failed(self, what: str, wanted: str) -> ClusterError:
-        """Error of a node that does not behave as required."""
+        """Error for a node that failed to start."""
         lines = self.log.read_text(errors="replace").strip().splitlines()[-5:]
         return ClusterError(what, "not running", wanted, "last lines of its log:\n  " + "\n  ".join(lines))
 
@@ -59,10 +60,10 @@ def start_head(
     object_store_bytes: int = OBJECT_STORE_BYTES,
     outlives: bool = False,
 ) -> NodeProcess:
-    """Start a head, and with it a cluster. folder: a new one for its log and the template of its workers.
+    """Start a head, and with it a cluster. folder: a new folder for its log and its workers' template.
 
-    environment: variables of its processes in addition to those of scaleray. temp_dir: for Ray, which makes it writable
-    for all users: inside a private folder. outlives: the head continues when this process has ended."""
+    environment: variables of its processes in addition to those of scaleray. temp_dir: Ray's folder; inside a private
+    one, since Ray makes it writable for all users. outlives: whether the head continues after this process ends."""
     words = [
         "--head",
         "--dashboard-host=127.0.0.1",
@@ -87,9 +88,9 @@ def start_worker(
     temp_dir: Path,
     outlives: bool = False,
 ) -> NodeProcess:
-    """Start one more node of the cluster at this address of this machine, as `start_head` does the first.
+    """Start another node of the cluster at this address of this machine; arguments as for `start_head`.
 
-    temp_dir: not shared: nodes that start at the same time in one folder may take each other's names."""
+    temp_dir: of this node alone, since nodes that start concurrently in one folder may take each other's names."""
     words = [f"--address={address}", f"--node-name={name}", f"--temp-dir={temp_dir}"]
     return _start(folder, words, num_cpus, OBJECT_STORE_BYTES, environment, outlives)
 
@@ -138,7 +139,7 @@ def _start(
 
 
 def path() -> str:
-    """PATH with this interpreter first: job entrypoints call `python`, and the environment may not be active."""
+    """PATH with this interpreter first, since job entrypoints call `python` and the environment may not be active."""
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
@@ -163,7 +164,7 @@ def _answers(url: str) -> bool:
 
 
 def main() -> None:
-    """Run Ray's own command line with workers that are forks. First argument: folder for their template."""
+    """Run Ray's own command line with forked workers. First argument: folder for their template."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:  # a shell's 1,024 is too low for Ray; ray.init raises it, Ray's command line does not
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))

@@ -1,7 +1,7 @@
 """The Ray that a command starts for itself: its processes, and how its workers start.
 
-A job environment set by Ray's own scripts costs each worker 0.4 CPU seconds; here the raylet has it, and its workers
-inherit it."""
+Ray's own scripts would set a job environment in each worker, for 0.4 CPU seconds; here workers inherit it from the
+raylet."""
 
 import contextlib
 import logging
@@ -29,7 +29,7 @@ _template: worker_template.WorkerTemplate | None = None
 _session: str | None = None
 """Ray's folder of the session started by this process."""
 OF_A_WORKER = ["scaleray.training.worker"]
-"""Modules that all workers of a training import."""
+"""Modules that every worker of a training imports."""
 WITHOUT_DASHBOARD = {
     # what only a dashboard or a metrics agent would read: a fifth of the CPU time of Ray's processes while it trains
     "RAY_enable_metrics_collection": "0",
@@ -38,12 +38,12 @@ WITHOUT_DASHBOARD = {
     "RAY_gcs_pull_resource_loads_period_milliseconds": "10000",
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
 }
-"""Variables of the processes of a Ray without a dashboard; the user's own values take precedence."""
+"""Environment variables of a Ray without a dashboard; the user's own values take precedence."""
 UNUSED_S = 60
-"""Seconds for which a worker without a use is kept."""
+"""Seconds before an idle worker is ended."""
 PRESTART, PRESTART_TIMEOUT_S = "/ray.rpc.NodeManagerService/PrestartWorkers", 5.0
 KEPT_S = 7 * 86400.0
-"""Minimum seconds for which logs of a failed session are kept."""
+"""Minimum seconds that logs of a failed session are kept."""
 
 
 def start(config: RunConfig, environment: Mapping[str, str]) -> None:
@@ -99,11 +99,11 @@ def _start_template(config: RunConfig, variables: Mapping[str, str] | None = Non
 
 @contextlib.contextmanager
 def forking_on(address: str, config: RunConfig) -> Iterator[Callable[[int], dict[str, Any]]]:
-    """Context in which this process connects to the cluster at this address. If a node of the cluster is on this
-    machine, the template of its workers prepares those of this job; a node without one gets a template of this process.
+    """Context for connecting this process to the cluster at this address. If one of its nodes is on this machine, that
+    node's template prepares the workers of this job; a node without a template gets one from this process.
 
-    Yields a function of the cluster's number of nodes: it returns the environment of the job in which workers are
-    forks of that template, or an empty one where they are anyway, or cannot be."""
+    Yields a function that takes the cluster's number of nodes and returns the job's environment that makes workers
+    forks of that template; it is empty if they are forks anyway, or cannot be."""
     raylet = worker_template.raylet_here(address) if worker_template.is_possible() else None
     place = None if raylet is None else worker_template.socket_of(raylet)
     # a node that joins later may have neither the file nor the socket
@@ -128,8 +128,8 @@ def forking_on(address: str, config: RunConfig) -> Iterator[Callable[[int], dict
 
 
 def request_workers(config: RunConfig) -> None:
-    """Let the node of this process start the processes of a run before they are needed; those without a use end after
-    a while, or with the job."""
+    """Make the node of this process start a run's processes before they are needed; unused ones end after a while, or
+    with the job."""
     if not EARLY_WORKERS.is_used():
         return
     import ray
@@ -179,7 +179,7 @@ def stop(*, keeps_logs: bool = False) -> None:
 
 
 def _remove_old_sessions(parent: Path) -> None:
-    """Remove folders of sessions that ended long ago, and a link to a session whose folder is gone."""
+    """Remove folders of sessions that ended long ago, and the link to a removed session."""
     for folder in parent.glob("session_2*"):
         with contextlib.suppress(OSError, ValueError):
             is_old = time.time() - folder.stat().st_mtime > KEPT_S
@@ -191,8 +191,8 @@ def _remove_old_sessions(parent: Path) -> None:
 
 
 def ray_folder() -> str:
-    """Folder of Ray's sockets, logs and packages. Ray lets all users write to it, so it is inside a private folder of
-    this user; RAY_TMPDIR takes precedence."""
+    """Folder of Ray's sockets, logs and packages. Ray makes it writable for all users, so it is inside this user's
+    private folder; RAY_TMPDIR takes precedence."""
     parent = os.environ.get("RAY_TMPDIR")
     return f"{parent}/ray" if parent else f"{own_folder()}/ray"
 

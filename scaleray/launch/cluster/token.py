@@ -9,7 +9,7 @@ from pathlib import Path
 from scaleray.common.own_folder import own_folder
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-"""Ray's variables: `token` or `disabled`; the token itself; a file that holds it."""
+"""Ray's environment variables: the mode (`token` or `disabled`), the token, and the path of the token's file."""
 
 
 def token_file() -> Path:
@@ -21,12 +21,12 @@ def token_file() -> Path:
 
 
 def _without_home() -> Path:
-    """Replacement for a `token_file` that cannot be written. Ray finds it by RAY_AUTH_TOKEN_PATH."""
+    """Replacement for an unwritable `token_file`, which Ray finds through RAY_AUTH_TOKEN_PATH."""
     return own_folder() / "auth_token"
 
 
 def has_token() -> bool:
-    """Whether a client here would find a token. Outside of the home folder, the environment must name it."""
+    """Whether a client here would find a token; one outside of the home folder must be named by the environment."""
     if any(name in os.environ for name in (TOKEN, TOKEN_PATH)) or token_file().exists():
         return True
     home = token_file().parent.parent
@@ -37,13 +37,12 @@ def has_token() -> bool:
 
 
 def is_given() -> bool:
-    """Whether the environment names the cluster's token; this user's file does not count."""
+    """Whether the environment names the cluster's token; the user's own token file does not count."""
     return TOKEN in os.environ or os.environ.get(TOKEN_PATH, str(_without_home())) != str(_without_home())
 
 
 def ensure_token() -> None:
-    """Create the token file before Ray does, which would make it readable for all users, and fix the mode of an
-    existing one."""
+    """Create the token file before Ray, which would let all users read it; fix the mode of an existing file."""
     if os.environ.get(MODE) != "token" or any(name in os.environ for name in (TOKEN, TOKEN_PATH)):
         return
     file = token_file()
@@ -69,7 +68,7 @@ def _make(file: Path) -> None:
 
 
 def headers() -> dict[str, str]:
-    """Ray's header for requests to a dashboard, with this user's token if clients use one."""
+    """Headers for requests to a dashboard, with this user's token if clients use one."""
     if os.environ.get(MODE) != "token":
         return {}
     token = os.environ.get(TOKEN, "")

@@ -1,13 +1,13 @@
-"""A process that has imported the libraries of Ray's workers, and becomes one of them by a fork: Ray itself starts each
-worker as a fresh interpreter, in which torch, Ray and the training loop take 4 CPU seconds.
+"""A process that has imported the libraries of Ray's workers, and from which workers are forked. Ray itself starts each
+worker as a fresh interpreter, in which importing torch, Ray and the training loop takes 4 CPU seconds.
 
-It is started before the Ray itself (`WorkerTemplate`), and `lean_node.py` lets the raylet run `as_fork.py` in place of
-Ray's own scripts. Each such process sends its arguments, environment and streams here, and a copy of this process runs
+The template is started before Ray (`WorkerTemplate`), and `lean_node.py` makes the raylet run `as_fork.py` instead of
+Ray's own scripts. Each such process sends its arguments, environment and streams here, and a fork of this process runs
 Ray's worker with them. If that fails, `as_fork.py` runs Ray's own command.
 
-Run as a module, this file is the template, in two stages, since Ray's core reads its job only once, when it is
-imported: one process with all libraries but Ray, and below it one with Ray for each job, whose children are the
-workers. Each has one thread, and must not touch a GPU."""
+The template runs this file as a module, in two stages, since Ray's core reads its job only once, at its import: one
+process with all libraries except Ray, and for each job a child of it with Ray, whose children are the workers. Each has
+one thread and must not touch a GPU."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from scaleray.common.private_parts import FORKED_WORKERS
 from scaleray.launch.cluster import ray_settings
 
 LIBRARIES = ("numpy", "torch._dynamo", "torch.distributed.fsdp", "pyarrow", "pandas")
-"""Libraries imported once for all jobs. Every optimizer of torch imports torch's compiler when it is created."""
+"""Libraries imported once for all jobs. Creating any torch optimizer imports torch's compiler."""
 OF_A_JOB = ("ray.train.torch",)
 MOST_JOBS = 4
-"""Number of jobs whose process is kept; later workers of earlier jobs need a new process."""
+"""Number of jobs whose processes are kept; later workers of older jobs need a new process."""
 SCRIPT = Path(__file__).with_name("as_fork.py")
 SOCKET = "WORKER_TEMPLATE_SOCKET"
 ORIGINAL = "WORKER_TEMPLATE_ORIGINAL"
-"""Variables of a raylet for its workers: address of the template, and Ray's script for their set-up."""
+"""Environment variables of a raylet for its workers: address of the template, and Ray's own set-up script."""
 JOB, RAYLET = "RAY_JOB_ID", "RAY_RAYLET_PID"
-"""Variables that Ray's core reads at its import; workers end with the raylet's process."""
+"""Environment variables that Ray's core reads at its import; workers end with the raylet's process."""
 FIRST_JOB = "01000000"
 """The job of the driver that starts a Ray."""
 
@@ -56,11 +56,11 @@ class WorkerTemplate:
     def __init__(
         self, *, folder: Path, threads: int = 1, variables: Mapping[str, str] | None = None, modules: Sequence[str] = ()
     ) -> None:
-        """Start the template, which answers once it has imported everything.
+        """Start the template, which accepts requests once it has imported everything.
 
-        folder: private to this user, see `short_folder`. threads: of the libraries' arithmetic, unless OMP_NUM_THREADS
-        is set. variables: environment of the expected job, whose process is made at once. modules: those of this
-        package that all jobs use; none if a job may bring another version."""
+        folder: private to this user, see `short_folder`. threads: number for the libraries' arithmetic, unless
+        OMP_NUM_THREADS is set. variables: environment of the expected job, whose process is made at once. modules:
+        those of this package that all jobs use; none if a job may bring another version."""
         self.socket = folder / "template"
         environment = {
             "OMP_NUM_THREADS": str(max(1, threads)),
@@ -93,12 +93,12 @@ def short_folder() -> Path:
 
 
 def is_possible() -> bool:
-    """Whether processes with these libraries may be forked on this system: macOS's own libraries forbid it."""
+    """Whether this system can fork processes with these libraries; macOS's own libraries forbid it."""
     return sys.platform == "linux" and FORKED_WORKERS.is_possible()
 
 
 def expect(place: str, variables: Mapping[str, str], modules: Sequence[str]) -> None:
-    """Let the template that listens at this place make the process of a job before its first worker is requested.
+    """Make the template that listens at this address create a job's process before its first worker is requested.
     variables: the job's environment. modules: imported for all its workers, from where this process finds them."""
     path = [os.path.abspath(folder) for folder in sys.path]
     about = {"environment": dict(variables), "prefix": sys.prefix, "arguments": [], "modules": modules, "path": path}
@@ -109,8 +109,8 @@ def expect(place: str, variables: Mapping[str, str], modules: Sequence[str]) -> 
 
 
 def raylet_here(address: str) -> int | None:
-    """Process id of the raylet on this machine that belongs to the cluster at this address and to this user, and starts
-    workers with this Python; None if there is none, or more than one."""
+    """Process id of this user's raylet on this machine for the cluster at this address, if it starts workers with this
+    Python; None if there is none, or more than one."""
     found = []
     for process in psutil.process_iter(["name", "cmdline", "uids"]):
         if process.info["name"] != "raylet" or process.info["uids"].real != os.getuid():
@@ -124,14 +124,14 @@ def raylet_here(address: str) -> int | None:
 
 
 def socket_of(raylet: int) -> str | None:
-    """Where the template of this raylet's workers listens; None if they are new interpreters."""
+    """Address at which this raylet's template listens; None if its workers are fresh interpreters."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process(raylet).environ().get(SOCKET) or None
     return None
 
 
 def _is_same(listening: str, address: str) -> bool:
-    """Whether a control store on this machine that listens there has this address."""
+    """Whether the control store that listens there on this machine has this address."""
     if address == "auto" or listening == address:
         return True
     host, _, port = address.rpartition(":")
@@ -142,17 +142,17 @@ def _is_same(listening: str, address: str) -> bool:
 
 @dataclass(frozen=True)
 class Request:
-    """Request of a process that Ray started.
+    """Request from a process that Ray started.
 
-    files: its connection, where it waits, and its three standard streams, as this process holds them; about: its
-    arguments, environment, folder, niceness, and the paths of its Python and modules."""
+    files: descriptors, in this process, of the connection on which it waits and of its three standard streams; about:
+    its arguments, environment, folder, niceness, and the paths of its Python and modules."""
 
     files: list[int]
     about: dict[str, Any]
 
     @classmethod
     def receive(cls, connection: socket.socket, files: int) -> Request:
-        """Receive the next request, with so many files. Raises OSError or ValueError if there is none."""
+        """Receive the next request, with this number of files. Raises OSError or ValueError if there is none."""
         head, found, _, _ = socket.recv_fds(connection, 4, files)
         content = bytearray(int.from_bytes(head, "big"))
         view = memoryview(content)
@@ -167,7 +167,7 @@ class Request:
         connection.sendall(content)
 
     def close(self) -> None:
-        """Close the files, which now belong to another process."""
+        """Close this process's copies of the files, which another process now holds."""
         for file in self.files:
             os.close(file)
 
@@ -175,8 +175,9 @@ class Request:
 def process_of_a_job(
     listener: socket.socket, expected: Mapping[str, str] | None
 ) -> tuple[socket.socket, dict[str, Any]]:
-    """Start a process for each job and pass it the job's requests. Returns, in such a process, the socket of its
-    requests and the first of them. expected: environment of the first job. Ends when this process's parent is gone."""
+    """Start a process for each job and pass the job's requests to it. Returns only in such a process, with the socket
+    of its requests and the first request. expected: environment of the first job. Ends when this process's parent is
+    gone."""
     jobs: dict[str, socket.socket] = {}
 
     def start(environment: Mapping[str, str]) -> socket.socket | None:
@@ -230,7 +231,7 @@ def worker(requests: socket.socket) -> Request:
 
 
 def become(request: Request) -> None:
-    """Make this process the requested one, up to its first line of code."""
+    """Turn this process into the requested one, up to its first line of code."""
     about = request.about
     connection, *streams = request.files
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -257,7 +258,8 @@ def become(request: Request) -> None:
 
 
 def _follow_threads() -> None:
-    """Set torch's number of threads to Ray's OMP_NUM_THREADS for the task, which torch read at its import."""
+    """Set torch's number of threads to the task's OMP_NUM_THREADS, which Ray sets after torch has read it at its
+    import."""
     import torch
     from ray._private import utils
 
@@ -272,7 +274,7 @@ def _follow_threads() -> None:
 
 
 def import_all(names: Sequence[str]) -> None:
-    """Import these modules for all descendant processes."""
+    """Import these modules for all forked processes."""
     gc.disable()  # takes a tenth of the time of imports
     for name in names:
         importlib.import_module(name)
@@ -280,8 +282,8 @@ def import_all(names: Sequence[str]) -> None:
 
 
 def import_ray(names: Sequence[str]) -> None:
-    """Import these without drawing a random number of Ray's core: a draw before the fork would seed the generators of
-    all children alike, and their placement groups would share a name."""
+    """Import these modules without drawing a random number in Ray's core: after a draw before the fork, all children
+    would have the same random state and give their placement groups the same name."""
     ray_actor: Any = importlib.import_module("ray.actor")
     of_classes = ray_actor.ActorClassID
 
@@ -296,7 +298,7 @@ def import_ray(names: Sequence[str]) -> None:
 
 
 def children_draw_alike() -> bool:
-    """Whether two children would get the same random numbers of Ray's core."""
+    """Whether two children would get the same random numbers from Ray's core."""
     import ray
 
     drawn = []
@@ -312,7 +314,7 @@ def children_draw_alike() -> bool:
 
 
 def main() -> None:
-    """Run the template of all jobs, then that of one job, and then each of its children."""
+    """Run the template of all jobs, and in its forks the template of one job and each worker."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as Ray's own processes: the driver answers Ctrl-C
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     expected, modules = json.loads(sys.argv[2])

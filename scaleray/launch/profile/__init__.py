@@ -1,1 +1,1 @@
-"""The command `profile`: find the bottleneck of a training, from a short training or a recorded run."""
+"""The command `profile`, which finds a training's bottleneck from a short training or a recorded run."""

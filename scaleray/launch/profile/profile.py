@@ -29,12 +29,12 @@ from scaleray.records.read import FILE as RECORD
 from scaleray.records.run_record import RunRecord, Say, Show
 
 LEAST_STEPS = 2 * FIRST_STEPS
-"""Minimum steps of a short training; the first ones are left out."""
+"""Minimum steps of a short training, whose first steps do not count."""
 
 
 @dataclass(frozen=True)
 class Profiled(Printed):
-    """A run, with the verdict on its use of time."""
+    """A run with the verdict on how it spent its time."""
 
     record: RunRecord
     verdict: Verdict
@@ -66,11 +66,11 @@ def profile(
 ) -> Profiled:
     """Measure where the time of a training goes, its bottleneck and the next thing to try: `.verdict` of the result.
 
-    what: a config (a RunConfig, a mapping or a YAML file), of which some steps are trained, as with -c on the command
+    what: a config (a RunConfig, a mapping or a YAML file), with which some steps are trained, as with -c on the command
     line; or a recorded run: its folder, its name in the storage path, or its id or name in MLflow at `uri`. workload: a
-    class or an object; None loads the config's. show: called with the run's messages as they arrive, say with lines on
-    the progress, expect_steps with the length of the training once it is known. base_dir: folder to which a RunConfig's
-    paths are relative. Traces are in `.traced` of the result.
+    class or an object; None loads the config's. show: receives the run's messages as they arrive; say: receives lines
+    on the progress; expect_steps: receives the training's length once it is known. base_dir: folder to which a
+    RunConfig's paths are relative. Traces are in `.traced` of the result.
 
     The training is a run like any other, in a separate experiment of MLflow, and saves no final weights. Traced steps
     come after the others, and do not count in the verdict. Raises UsageError for errors of use."""
@@ -104,7 +104,7 @@ def profile(
 
 def profile_run(run: str, *, uri: str | None = None) -> Profiled:
     """Measure where the time of a recorded run went. run: its folder, its name, or its id or name in MLflow at `uri`.
-    Raises UsageError for one that has no profile, or a too short one."""
+    Raises UsageError if it has no profile, or too short a one."""
     _check_has_ended(run)
     found = find_run(run, uri=uri)
     if not isinstance(found.record, RunRecord):
@@ -115,7 +115,7 @@ def profile_run(run: str, *, uri: str | None = None) -> Profiled:
 
 
 def short(config: RunConfig, steps: int) -> RunConfig:
-    """The config of the training's first steps, which nothing ends early."""
+    """The config for training only the first steps, without early stopping."""
     # the learning rate has no part in the time, but a rate that comes at once might end in NaN
     warmup = Duration(steps - 1, "steps") if config.schedule.warmup.value else config.schedule.warmup
     name = config.tracking.experiment
@@ -139,8 +139,8 @@ def _profiled(record: RunRecord) -> Profiled:
         raise UsageError(
             f"the profile of {record.name}",
             "missing",
-            "it is measured from the second step on, and older versions did not measure it",
-            f"train some steps again: {again}",
+            "runs of a single step and of older versions have none",
+            f"train some steps to measure one: {again}",
         )
     traced = traced_of(record.run_dir) if record.run_dir else None
     verdict = verdict_of_run(record)
@@ -148,7 +148,7 @@ def _profiled(record: RunRecord) -> Profiled:
         raise UsageError.problem(
             f"the profile of {record.name}",
             f"covers only {verdict.steps} steps: too few to show where the time goes",
-            f"train more of them: {again} --steps 50",
+            f"train more steps: {again} --steps 50",
         )
     return Profiled(record, verdict, traced)
 
@@ -161,7 +161,7 @@ def _check_has_ended(run: str) -> None:
                 raise UsageError(
                     "RUN",
                     run,
-                    f"it has no {RECORD}, which is written when a run ends: it is running, or was killed",
-                    "wait for its end, or train some steps again: scaleray profile "
+                    f"it has no {RECORD}, which is written when a run ends; it is still running, or was killed",
+                    "wait for its end, or profile a short training: scaleray profile  "
                     f"-c {shlex.quote(f'{location.root}/config.yaml')}",
                 )

@@ -25,7 +25,7 @@ class ProfileOptions:
     local: bool = False
     """With -c: run without Ray, in this process, or in gloo processes if there are several workers."""
     uri: str | None = None
-    """MLflow's tracking URI, for a run found there; by default SCALERAY_TRACKING__URI or MLFLOW_TRACKING_URI."""
+    """MLflow's tracking URI, to find a run there; by default SCALERAY_TRACKING__URI or MLFLOW_TRACKING_URI."""
 
     def __post_init__(self) -> None:
         if self.ranks is not None and not self.is_traced:

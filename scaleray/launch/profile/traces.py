@@ -1,4 +1,4 @@
-"""Trace files and memory snapshots: their list, their content, and the one file that Perfetto opens."""
+"""Find and read trace files and memory snapshots, and merge traces into one file for Perfetto."""
 
 import contextlib
 import dataclasses
@@ -37,14 +37,14 @@ class Traced(Printed):
     merged: str | None = None
 
     def lines(self) -> list[str]:
-        """Traces that were read, and their location."""
+        """Lines with the traces that were read and their location."""
         ranks = ", ".join(str(each.rank) for each in self.report.ranks) if self.report else ""
         found = [f"traces of rank {ranks}"] if ranks else []
         found += [f"memory of rank {each.rank}" for each in self.snapshots]
         return ["; ".join(found), *([f"{self.merged}: open it in {PERFETTO}"] if self.merged else []), self.where]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but single events, as JSON values."""
+        """The content except individual events, as JSON values."""
         report = None
         if self.report is not None:
             report = dataclasses.asdict(dataclasses.replace(self.report, meetings=[]))
@@ -59,7 +59,7 @@ class Traced(Printed):
 
 
 def is_trace(path: str) -> bool:
-    """Whether a path leads to traces rather than to a run, by its name or by the files in the folder."""
+    """Whether a path holds traces rather than a run, judging by its name or the files in the folder."""
     if path.endswith((*TRACE_ENDINGS, *SNAPSHOT_ENDINGS)):
         return True
     folder = Path(path)
@@ -68,7 +68,7 @@ def is_trace(path: str) -> bool:
 
 
 def traced_of(run_dir: str) -> Traced | None:
-    """Content of a run's traces; None for a run without."""
+    """Content of a run's traces; None if it has none."""
     where = f"{run_dir.rstrip('/')}/{FOLDER}"
     return read_traces(where) if _files_in(where) else None
 
@@ -80,7 +80,7 @@ def read_traces(where: str) -> Traced:
     if not files:
         endings = ", ".join((*TRACE_ENDINGS, *SNAPSHOT_ENDINGS))
         raise TraceError.problem(
-            where, f"lacks traces: their names end in {endings}", "trace with: scaleray profile --trace"
+            where, f"has no traces, whose names end in {endings}", "to write traces: scaleray profile --trace"
         )
     of_memory = [file for file in files if _is_snapshot(file)]
     of_time = [file for file in files if file not in of_memory]
@@ -103,7 +103,7 @@ def _numbers_of(snapshot: MemorySnapshot) -> dict[str, Any]:
 
 
 def _files_in(where: str) -> list[str]:
-    """The files of traces and snapshots in a folder, in the order of their names."""
+    """Trace and snapshot files in a folder, sorted by name."""
     if "://" not in where:
         folder = Path(where)
         names = [each.name for each in folder.iterdir() if each.is_file()] if folder.is_dir() else []
@@ -128,7 +128,7 @@ def _read(file: str, reader: Any) -> Any:
 
 @contextlib.contextmanager
 def opened(file: str) -> Iterator[BinaryIO]:
-    """Content of a file, unpacked if it is gzip, regardless of its name. Raises TraceError if it does not exist."""
+    """Content of a file, decompressed if it is gzip, whatever its name. Raises TraceError if it does not exist."""
     try:
         source = _source(file)
     except (OSError, ValueError) as exc:

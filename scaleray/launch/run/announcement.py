@@ -1,4 +1,4 @@
-"""Lines on a run for the terminal, before its workers start."""
+"""Description of a run for the terminal, before its workers start."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -50,7 +50,7 @@ def announcement(
 
 
 def _global_batch(config: RunConfig, recipe: Recipe) -> str:
-    """Parts of the global batch: replicas of the model, micro-batches of each, and their rows."""
+    """Factors of the global batch: model replicas, micro-batches of each, and rows of a micro-batch."""
     replicas = recipe.degrees.data
     name = "worker" if recipe.degrees.model == 1 else "replica"
     micro_batches, rows = recipe.accumulation_steps, recipe.micro_batch_size
@@ -62,7 +62,7 @@ def _global_batch(config: RunConfig, recipe: Recipe) -> str:
 
 
 def _an_epoch(job: TrainJob) -> str:
-    """Steps of an epoch, as text."""
+    """Steps per epoch, as text."""
     return "endless epochs" if job.splits[TRAIN].num_rows == ENDLESS else f"{job.recipe.steps_per_epoch} an epoch"
 
 

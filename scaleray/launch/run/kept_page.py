@@ -12,13 +12,14 @@ from scaleray.records.accepted_names import acceptable_name
 from scaleray.records.page.page import render
 from scaleray.records.run_record import RunRecord
 
-CLOSING = "This page needs no network; `scaleray report` recreates it, with figures as PNG and numbers as CSV."
+CLOSING = "This page works offline. `scaleray report` recreates it, with figures as PNG and numbers as CSV."
 NAME = "report.html"
 
 
 def keep_for_readers(record: RunRecord, *, tracking_uri: str) -> str | None:
-    """Write the report, add it to the run's files in MLflow, and save the view of the experiment's trainings; returns
-    the report's path, None for a bucket, where only MLflow has it. tracking_uri: with its password, if any."""
+    """Write the report, add it to the run's files in MLflow, and save the view of the experiment's trainings. Returns
+    the report's path, or None for a run in a bucket, whose report is only in MLflow. tracking_uri: with its password,
+    if any."""
     client = open_client(tracking_uri)
     html = _page(record, client)
     folder = Path(record.run_dir)
@@ -32,7 +33,7 @@ def keep_for_readers(record: RunRecord, *, tracking_uri: str) -> str | None:
 
 
 def _judged_first(record: RunRecord) -> list[str]:
-    """Names of the evaluation metrics, the decisive one first."""
+    """Names of the evaluation metrics, starting with the one that decides."""
     judged = record.judged
     return sorted(record.metrics, key=lambda name: (judged is None or name != judged.name, name))
 

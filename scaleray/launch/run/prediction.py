@@ -14,13 +14,12 @@ from scaleray.records.study_record import Point, StudyRecord
 STUDIES = "study*"
 """Default names of study folders."""
 NEWEST = 20
-"""Maximum number of records to read, newest first: many studies must not delay a start."""
+"""Maximum number of records to read, newest first, so that many studies do not delay a start."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted samples a second of a run; None: not known. study: the one that measured them; empty for the config's
-    own value."""
+    """Predicted samples per second of a run; None if unknown. study: its source; empty for the config's own value."""
 
     samples_per_s: float | None = None
     study: str = ""
@@ -33,9 +32,8 @@ class Prediction:
 
 
 def prediction(config: RunConfig, recipe: Recipe, *, run_path: str) -> Prediction:
-    """The prediction for a run. run_path: its folder, next to which studies leave their records. The newest study is
-    used whose config decides the same training, and which has a point with this strategy, number of workers and global
-    batch."""
+    """Return the prediction for a run. run_path: its folder, next to which studies leave their records. Uses the newest
+    study of the same training that has a point with this strategy, number of workers and global batch."""
     if config.monitoring.expected_samples_per_s is not None:
         return Prediction(config.monitoring.expected_samples_per_s)
     wanted = digest(training_of(config.to_dict()))
@@ -54,7 +52,7 @@ def _is_of(point: Point, config: RunConfig, recipe: Recipe) -> bool:
 
 
 def _studies(storage: Path) -> Iterator[StudyRecord]:
-    """Records of studies in a storage path of this machine, the newest first."""
+    """Records of studies in a storage path on this machine, newest first."""
     found = sorted(storage.glob(f"{STUDIES}/{FILE}"), key=_written_at, reverse=True)
     for path in found[:NEWEST]:
         with contextlib.suppress(OSError, ValueError, TypeError):

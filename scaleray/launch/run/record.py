@@ -58,7 +58,7 @@ class Stoppable(Protocol):
 
 
 def why_stopped(recorder: Stoppable) -> str:
-    """Text of the alert that stopped a run; empty if none did or it is no longer known."""
+    """Text of the alert that stopped a run; empty if no alert did, or it is no longer known."""
     with contextlib.suppress(Exception):
         return recorder.stopped_by()
     return ""
@@ -85,9 +85,9 @@ def describe(
     port: int | None = None,
     expected_samples_per_s: float | None = None,
 ) -> RunDescription:
-    """The run for the recorder. data: facts of each split. facts: environment and topology. continues: run.json of the
-    interrupted run, changes: differences from it, one per line. port: of its metrics, or None. expected_samples_per_s:
-    prediction for its throughput."""
+    """Describe the run for the recorder. data: facts of each split. facts: environment and topology. continues:
+    run.json of the interrupted run. changes: differences from that run, one per line. port: of its metrics, or None.
+    expected_samples_per_s: prediction for its throughput."""
     config, recipe = job.config, job.recipe
     alerts, webhook = alert_settings(config.alerts)
     params: dict[str, Any] = dict(leaves(used_settings(config, recipe.strategy), of_lists=False))
@@ -177,8 +177,8 @@ def make_record(
     tracking_uri: str,
     weights: Mapping[str, StoredFile],
 ) -> RunRecord:
-    """Make the record of a finished run. verdict: reason for its end; if empty, the workers' reason. weights: final
-    files."""
+    """Make the record of a finished run. verdict: reason for its end; if empty, the workers' reason. weights: files of
+    the final weights."""
     config, summaries = job.config, recording.summaries
     summary = next((s for s in summaries if s.rank == 0), None)
     workers = [{"rank": s.rank, "node": s.node, "device": s.device, **s.hardware} for s in summaries]
@@ -236,7 +236,7 @@ def make_record(
 
 
 def _best(best: dict[str, Any], folder: RunFolder) -> dict[str, Any]:
-    """The best evaluation, with the checkpoint that was saved for it, if any."""
+    """The best evaluation, with its checkpoint, if one was saved."""
     if not best:
         return {}
     path = None
@@ -302,7 +302,7 @@ def end_tags(record: RunRecord) -> dict[str, str]:
 
 
 def as_yaml(value: Mapping[str, Any]) -> str:
-    """YAML for a file next to the record, in the order given."""
+    """The mapping as YAML for a file next to the record, in the given order."""
     return yaml.safe_dump(_plain(value), sort_keys=False)
 
 
@@ -313,5 +313,5 @@ def _plain(value: Any) -> Any:
 
 
 def _distinct(hardware: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each kind of node once: the number of workers belongs to the topology, not to the environment."""
+    """Distinct kinds of nodes, without the number of workers, which belongs to the topology."""
     return [kind for number, kind in enumerate(hardware) if kind not in hardware[:number]]

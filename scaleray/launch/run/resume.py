@@ -1,4 +1,4 @@
-"""Choice of the interrupted run that a command continues, and the check of its config against that run's."""
+"""Find the interrupted run that a command continues, and check the new config against that of the run."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ class Change:
     before: Any
     after: Any
     follows_evaluations: bool = False
-    """Whether evaluations decide the learning rate or the end of the training."""
+    """Whether evaluations influence the learning rate or the end of the training."""
 
     @property
     def alters_training(self) -> bool:
@@ -47,7 +47,8 @@ class Change:
 
 
 def changes(before: Mapping[str, Any], after: RunConfig) -> list[Change]:
-    """Return every key whose value differs. before: result of `RunConfig.to_dict`, possibly from an older version."""
+    """Return every key whose value differs. before: a config saved by `RunConfig.to_dict`, possibly by an older
+    version."""
     old, new = dict(_flat(before)), dict(_flat(after.to_dict()))
     defaults = dict(_flat(_defaults(after)))
     found = []
@@ -99,13 +100,13 @@ KINDS: dict[str, tuple[type, ...]] = {
     "base_dir": (str, NoneType),
     "started_at": (float, int, NoneType),
 }
-"""Types of the values that `RunNote` writes; a missing key of an older version equals null."""
+"""Types of the values that `RunNote` writes; older versions may lack a key, which then counts as null."""
 
 
 @dataclass(frozen=True)
 class Interrupted:
-    """An interrupted run that can continue. about: its run.json. newest: its newest complete checkpoint; None starts at
-    the first step."""
+    """An interrupted run that can continue. about: its run.json. newest: its newest complete checkpoint; None if it
+    starts from the first step."""
 
     path: str
     about: dict[str, Any]
@@ -125,7 +126,7 @@ class Interrupted:
             raise _damaged(self.path, exc) from exc
 
     def finished_record(self, say: Say = lambda text: None) -> RunRecord | None:
-        """Record of this run if it has finished. say: reports a damaged one."""
+        """Record of this run if it has finished. say: logs a damaged record."""
         try:
             record = RunRecord.from_json(Store(self.path).read("record.json"))
         except OSError:
@@ -137,7 +138,7 @@ class Interrupted:
         except (ValueError, TypeError) as exc:
             say(
                 f"warning: record.json of {without_password(self.path)} is damaged ({first_line(exc)}); "
-                "the newest checkpoint decides whether the run had ended, and its end rewrites the record"
+                "the newest checkpoint shows whether the run had ended, and its end rewrites the record"
             )
             return None
         return record if record.status == "FINISHED" else None
@@ -145,15 +146,15 @@ class Interrupted:
 
 @dataclass(frozen=True)
 class Request:
-    """Start of a training: its first step, or an interrupted run. before: that run. changed: differences from its
-    config."""
+    """Start of a training, at its first step or after an interrupted run. before: the interrupted run. changed:
+    differences from its config."""
 
     base_dir: Path | None
     before: Interrupted | None
     changed: Sequence[Change]
 
     def finished_record(self, say: Say) -> RunRecord | None:
-        """Record of the run to continue, if nothing is left to do."""
+        """Record of the run to continue, if that run has already finished."""
         if self.before is None or any(change.alters_training for change in self.changed):
             return None
         return self.before.finished_record(say)
@@ -168,8 +169,8 @@ def make_request(
     say: Say,
     settled: Settled = lambda config, base_dir: config,
 ) -> tuple[RunConfig, Request]:
-    """The config of a training, which `resume` may continue, and its start. settled: adds to the config the settings
-    that its workload brings, as in the interrupted run's config. Raises UsageError."""
+    """Return a training's config and its start, which is an interrupted run with `resume`. settled: adds the workload's
+    own settings to the config, as they are in the interrupted run's config. Raises UsageError."""
     if config is not None and resume == AUTO:
         config = settled(config, base_dir)
     before = find(resume, config, base_dir, say=say) if resume is not None else None
@@ -192,11 +193,11 @@ def make_request(
 def find(
     where: str, config: RunConfig | None, base_dir: Path | None = None, *, say: Say = lambda text: None
 ) -> Interrupted | None:
-    """The run to continue: a run folder, the name of one in the storage path, or `auto`.
+    """Find the run to continue, given its folder, its name in the storage path, or `auto`.
 
-    auto: the newest run of the same training there, of a workload from the same `base_dir`, that has not finished; None
-    if there is none, which is a fresh start. say: logs folders that are skipped because their run.json is damaged.
-    Raises CheckpointError for a folder that is not a run."""
+    auto: the newest unfinished run of the same training there, with a workload from the same `base_dir`; None if there
+    is none, so that the training starts from scratch. say: logs folders that are skipped because their run.json is
+    damaged. Raises CheckpointError for a folder that is not a run."""
     if where != AUTO:
         path = absolute_path(where)
         if "/" not in where and not _exists(path):
@@ -205,7 +206,7 @@ def find(
         return _open(path, config)
     if config is None:
         raise ConfigError(
-            "--resume", AUTO, "it looks for a run of the same config", "give the config with -c, or name the run folder"
+            "--resume", AUTO, "it resumes a run with the same config", "give the config with -c, or name the run folder"
         )
     root = Store(absolute_path(config.checkpoint.storage_path))
     if config.tracking.run_name is not None:
@@ -247,27 +248,27 @@ def is_finished(folder: Store) -> bool:
 
 
 def check_changes(before: Interrupted, config: RunConfig, allowed: Sequence[str]) -> list[Change]:
-    """Differences from the config of the interrupted run. Raises ConfigError for a difference that would make it
-    another training."""
+    """Return the differences from the interrupted run's config. Raises ConfigError if one would make it another
+    training."""
     for key in ("storage_path", "copy_path"):
         if HIDDEN in (value := getattr(config.checkpoint, key) or ""):
             raise ConfigError(
                 f"checkpoint.{key}",
                 value,
                 "the saved value lacks its password",
-                f"give it again: --checkpoint.{key.replace('_', '-')}",
+                f"give it again, with the password: --checkpoint.{key.replace('_', '-')}",
             )
     found = changes(before.config, config)
     refused = [change for change in found if change.alters_training and change.key not in allowed]
     if refused:
         raise ConfigError.problem(
             "the config",
-            f"has changes that make it another training than the interrupted one: {'; '.join(map(str, refused))}",
+            f"would change the interrupted training: {'; '.join(map(str, refused))}",
             f"use the old values, start a new run, or allow it: {' '.join(f'--allow-change {c.key}' for c in refused)}",
         )
     unknown = set(allowed) - {change.key for change in found}
     if unknown:
-        raise ConfigError("--allow-change", ", ".join(sorted(unknown)), "this key has not changed", "leave it out")
+        raise ConfigError("--allow-change", ", ".join(sorted(unknown)), "the config has no such change", "leave it out")
     return found
 
 
@@ -276,7 +277,7 @@ def _damaged(path: str, exc: Exception) -> CheckpointError:
         f"{FILE} of the run",
         without_password(path),
         f"it is damaged: {first_line(exc)}",
-        f"replace it with an intact one, or start a run from its weights: --workload.weights {without_password(path)}",
+        f"restore an intact copy, or start a run from its weights: --workload.weights {without_password(path)}",
     )
 
 
@@ -285,7 +286,7 @@ def _exists(path: str) -> bool:
 
 
 def _check(about: Any) -> None:
-    """Raise TypeError, naming the key, if run.json has a value of another type than expected."""
+    """Raise TypeError with the key if a value of run.json has an unexpected type."""
     if not isinstance(about, dict):
         raise TypeError(f"it holds a {type(about).__name__}")
     known = {**about, "config.checkpoint": None}

@@ -1,7 +1,8 @@
-"""The FLOPs of a sample, counted during a run, for its model FLOPs utilisation.
+"""Count the FLOPs of a sample during a run, for its model FLOPs utilisation.
 
-Runs in a separate process, since counting imports torch and calls the user's code, which must not affect the training's
-random numbers or GPUs. Only if the peak of the devices may be known: without it there is no utilisation."""
+Counting runs in a separate process, since it imports torch and calls the user's code, which must not affect the
+training's random numbers or GPUs. It is skipped if the devices' peak is certainly unknown, since there is no
+utilisation without it."""
 
 import contextlib
 import json
@@ -33,7 +34,7 @@ NICE = 19
 def counted_flops(
     job: TrainJob, sources: Mapping[str, Source], tell: Callable[[list[WorkerMessage]], None]
 ) -> Iterator[None]:
-    """Context of a run in which the cost of a sample is counted; it receives the cost or the reason for its absence."""
+    """Count the cost of a sample during a run, and pass on the cost or the reason for its absence."""
     if not _is_wanted(job):
         yield
         return
@@ -82,7 +83,7 @@ def _pickled(job: TrainJob, source: Source) -> bytes:
 
 
 def _counted_by(process: subprocess.Popen[bytes], given: bytes) -> WorkerMessage:
-    """Count in a separate process, and return its result."""
+    """Count in a separate process, and return the result."""
     try:
         answer = json.loads(process.communicate(given, timeout=LIMIT_S)[0])
     except (OSError, ValueError, subprocess.TimeoutExpired) as exc:
@@ -93,7 +94,7 @@ def _counted_by(process: subprocess.Popen[bytes], given: bytes) -> WorkerMessage
 
 def _not_counted(why: Exception | str) -> EventRecord:
     reason = why if isinstance(why, str) else _to_text(why)
-    text = f"model FLOPs utilisation is not published, because the FLOPs of a sample were not counted: {reason}"
+    text = f"model FLOPs utilisation is not published, because the FLOPs of a sample could not be counted: {reason}"
     return EventRecord(f"{text}; set monitoring.flops_per_sample")
 
 
@@ -102,7 +103,7 @@ def _to_text(error: BaseException) -> str:
 
 
 def main() -> int:
-    """Count what standard input describes, and print the answer as JSON."""
+    """Count the FLOPs for the description on standard input, and print the result as JSON."""
     os.nice(NICE)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what a workload prints must not mix with the answer

@@ -32,5 +32,5 @@ def test_a_wrong_token_is_one_message_without_the_token(ray_head, tmp_path):
     command = ForkedCommand(["doctor", "--address", ray_head.address], cwd=tmp_path, environment=environment)
     said = "".join(command.communicate(timeout=600))
     assert command.returncode == 2, said
-    assert "the token is another than the cluster's" in said and ray_head.address in said and "RAY_AUTH_TOKEN" in said
+    assert "the token is different from the cluster's" in said and ray_head.address in said and "RAY_AUTH_TOKEN" in said
     assert "a-wrong-one" not in said and "Traceback" not in said and "gcs_client" not in said, said

@@ -68,7 +68,7 @@ def wanting_a_token(call, context):
 @pytest.mark.parametrize(
     ("has_one", "mode", "found"),
     [
-        (True, "token", "another than the cluster's"),
+        (True, "token", "different from the cluster's"),
         (True, "disabled", "not sent, as RAY_AUTH_MODE"),
         (False, "disabled", "missing"),
     ],

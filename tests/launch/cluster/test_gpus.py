@@ -46,7 +46,7 @@ def test_auto_is_one_where_the_cluster_has_gpus_and_what_was_asked_for_stays(
     ("asked", "gpus", "is_built", "words"),
     [
         (0, (4, 4), True, "8 GPUs are idle: the workers train on CPUs; --scale.gpus-per-worker 1 trains on them"),
-        ("auto", (1,), False, "1 GPU is idle: this torch is built without CUDA"),
+        ("auto", (1,), False, "1 GPU is idle: this build of torch lacks CUDA"),
         ("auto", (4,), True, ""),
         ("auto", (0,), True, ""),
         (0, (0,), False, ""),

@@ -124,7 +124,7 @@ def test_a_job_of_a_cluster_reads_its_config_though_it_has_the_mark():
 
 def test_a_cluster_of_a_name_that_is_up_is_refused_and_one_whose_processes_are_gone_is_forgotten(started, monkeypatch):
     state = started()
-    with pytest.raises(ClusterError, match="is up, or being started"):
+    with pytest.raises(ClusterError, match="is running or starting"):
         scaleray.cluster_up()
     assert all(node.is_running for node in state.nodes)
     for node in state.nodes:

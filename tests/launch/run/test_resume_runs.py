@@ -263,7 +263,7 @@ def test_harmless_changes_are_listed_and_others_refused(tmp_path):
     assert caught.value.exit_code == 2
     assert "--allow-change optimizer.learning_rate" in str(caught.value)
     assert contents(folder) == before
-    with pytest.raises(ConfigError, match="this key has not changed"):
+    with pytest.raises(ConfigError, match="the config has no such change"):
         scaleray.train(
             config(tmp_path), Stumbling(stumbles=False), resume=str(folder), allow_change=["seed"], local=True
         )
