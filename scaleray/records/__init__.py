@@ -1,1 +1,1 @@
-"""Frozen results that are sent between processes and written to files. Independent of torch and Ray."""
+"""Immutable results that are sent between processes and written to files. Independent of torch and Ray."""

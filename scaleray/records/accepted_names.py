@@ -7,8 +7,8 @@ LONGEST_NAME = 250
 
 
 def acceptable_name(name: str) -> str:
-    """Name of a metric, param or tag as MLflow accepts it: other characters become _, as do path parts that lead
-    outside, and long names are cut. Most names are unchanged. Source: `mlflow.utils.validation` of MLflow 3.17.
+    """Name of a metric, param or tag in a form that MLflow accepts: other characters and path parts that lead outside
+    become _, and long names are cut. Most names are unchanged. Source: `mlflow.utils.validation` of MLflow 3.17.
     """
     parts = re.sub(r"[^/\w.\- :]", "_", name).split("/")
     parts = ["_" if part in ("", ".", "..") else part for part in parts]
@@ -16,5 +16,5 @@ def acceptable_name(name: str) -> str:
 
 
 def acceptable_text(text: str) -> str:
-    """A text with escapes in place of characters that UTF-8 cannot hold, such as undecodable bytes of a file name."""
+    """The text with escapes for characters that UTF-8 cannot encode, such as undecodable bytes of a file name."""
     return text.encode(errors="backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""Alerts of a run, as in `alerts.jsonl` in its folder: one line for each beginning or end."""
+"""Alerts of a run, stored as `alerts.jsonl` in its folder: one line for each start or end of an alert."""
 
 import dataclasses
 import json
@@ -19,16 +19,16 @@ State = Literal["firing", "resolved"]
 
 @dataclass(frozen=True)
 class Alert:
-    """An alert that has begun or ended."""
+    """An alert that has started or ended."""
 
     name: str
     """Name of its rule, see docs/monitoring.md."""
     severity: Severity
     state: State
     since: float
-    """Time at which it began, in seconds since 1970."""
+    """Time of its start, in seconds since 1970."""
     value: float | None
-    """Measured value when it began, in the unit of the summary."""
+    """Value measured at its start, in the unit of the summary."""
     summary: str
     action: str = "none"
     """Action taken: `stop`, `checkpoint` or `none`."""
@@ -40,7 +40,7 @@ class Alert:
         return self.state == "firing"
 
     def to_line(self) -> str:
-        """The alert as one line of JSON, with line end."""
+        """The alert as one line of JSON, with a line break."""
         return json.dumps(jsonable(dataclasses.asdict(self))) + "\n"
 
     def __str__(self) -> str:
@@ -51,13 +51,13 @@ class Alert:
 
 
 def parse_alerts(text: str) -> list[Alert]:
-    """Alerts of an `alerts.jsonl`, oldest first. Other lines are ignored: the last one may be incomplete, and a newer
-    version may write others."""
+    """Alerts of an `alerts.jsonl`, oldest first. Other lines are ignored: the last line may be incomplete, and newer
+    versions may write other kinds."""
     return [alert for line in text.splitlines() if (alert := _parse(line)) is not None]
 
 
 def firing(alerts: Iterable[Alert]) -> list[Alert]:
-    """Alerts that are still firing, in the order in which they began."""
+    """Alerts that are still firing, in the order of their starts."""
     newest: dict[str, Alert] = {}
     for alert in alerts:
         newest.pop(alert.name, None)
@@ -67,7 +67,7 @@ def firing(alerts: Iterable[Alert]) -> list[Alert]:
 
 
 def counted(names: Iterable[str]) -> str:
-    """Names of alerts in one line, ordered by first occurrence, each with its count."""
+    """Names of alerts with their counts in one line, ordered by first occurrence."""
     return ", ".join(name if times == 1 else f"{name} ({times} times)" for name, times in Counter(names).items())
 
 

@@ -22,8 +22,8 @@ def _with_date(text: str) -> str:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Place where two runs diverge. step: from 1; 0 is before the first. parameter: the first that differs, in model
-    order."""
+    """Point at which two runs diverge. step: from 1; 0 is before the first step. parameter: the first one that differs,
+    in model order."""
 
     step: int
     quantity: str
@@ -37,7 +37,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Largest relative differences of a whole run, and its first divergence. NaN: not compared."""
+    """Largest relative differences over a whole run, and its first divergence. NaN: not compared."""
 
     loss: Difference = math.nan
     grad_norm: Difference = math.nan
@@ -77,19 +77,19 @@ class Outcome:
     accumulation: int
     verdict: str
     words: str = ""
-    """Limits of the verdict's scope, if any; for a refusal, its reason."""
+    """Limits of the verdict's scope, if any, or the reason for a refusal."""
     comparison: Comparison = field(default_factory=Comparison)
     own: Comparison | None = None
-    """Comparison in the run's own precision, over steps that all start from the initial parameters; the limit is what
+    """Comparison in the run's own precision, over steps that all start from the initial parameters; its limit is what
     rounding explains."""
     mismatch: Mismatch | None = None
     bound: float | None = None
-    """Largest relative difference that counted as equal; above the requested one if rounding errors grow."""
+    """Largest relative difference that counted as equal; larger than requested if rounding errors grow."""
     duration_s: float = 0.0
     workers: list[dict[str, Any]] = field(default_factory=list)
-    """Types of hardware on which its workers ran, with their device."""
+    """Hardware types of its workers, with their device."""
     layout: str = ""
-    """Degrees such as `pipeline 2 x tensor 2`, if several axes have more than one worker."""
+    """Parallel degrees, such as `pipeline 2 x tensor 2`, if more than one axis has several workers."""
 
     @property
     def label(self) -> str:
@@ -111,12 +111,12 @@ class ResumeOutcome:
     comparison: Comparison = field(default_factory=Comparison)
     duration_s: float = 0.0
     not_run: str = ""
-    """Reason why this variant cannot run the workload although one process can; empty if it ran."""
+    """Reason why this variant cannot run the workload, although one process can; empty if it ran."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate(JsonRecord):
-    """Common fields of all certificates, readable without the code that wrote them."""
+    """Fields common to all certificates, readable without the code that wrote them."""
 
     passed: bool
     verdict: str
@@ -127,7 +127,7 @@ class Certificate(JsonRecord):
     precision: str
     steps: int
     where: str
-    """Environment of the workers: under Ray, or as gloo processes."""
+    """Environment of the workers: Ray or gloo processes."""
     date: Annotated[str, AfterValidator(_with_date)]
     duration_s: float
     outcomes: list[Any]
@@ -139,7 +139,7 @@ class Certificate(JsonRecord):
     mlflow_link: str
 
     def lines(self) -> list[str]:
-        """Lines with the verdict, its subject, and the location of the certificate."""
+        """Lines with the verdict, what was verified, and the location of the certificate."""
         return [
             f"{'passed' if self.passed else 'failed'}: {self.verdict}",
             f"{self.workload}: {self.steps} steps in {self.precision}, bound {self.bound:g}, {len(self.outcomes)} "
@@ -151,7 +151,7 @@ class Certificate(JsonRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class EqualityCertificate(Certificate):
-    """Certificate of whether distributed runs are the same training as one process."""
+    """Certificate on whether distributed runs equal the training of one process."""
 
     outcomes: list[Outcome]
     own_precision: str
@@ -178,7 +178,7 @@ class EqualityCertificate(Certificate):
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeCertificate(Certificate):
-    """Certificate of whether interrupted and resumed runs equal the uninterrupted one.
+    """Certificate on whether interrupted and resumed runs equal the uninterrupted one.
 
     seed: random seed for the steps of interruption.
     """

@@ -1,4 +1,4 @@
-"""Points of MLflow's charts: selection of a run's steps and their values, each only once."""
+"""Points of MLflow's charts: selected steps of a run with their values, each sent only once."""
 
 import math
 from collections.abc import Mapping
@@ -67,7 +67,7 @@ class Points:
         return {given: name for given, name in self._names.items() if given != name}
 
     def add_step(self, record: StepRecord, *, num_nonfinite: int) -> None:
-        """Add the first step, and every `every_steps`-th one; rates are means over the steps since the previous
+        """Add the step if it is the first or an `every_steps`-th one; rates are means over the steps since the previous
         point."""
         window = self._window
         window.steps += 1

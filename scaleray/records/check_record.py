@@ -19,7 +19,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class ColumnFacts:
-    """A column of a micro-batch as passed to the loss. low, high: range of the rows read; None if it has no numbers."""
+    """A column of a micro-batch as passed to the loss. low, high: range over the rows read; None if not numeric."""
 
     name: str
     shape: str
@@ -41,7 +41,7 @@ class CheckRecord(JsonRecord):
 
     @property
     def passed(self) -> bool:
-        """Whether no finding is wrong."""
+        """Whether no check failed."""
         return not any(finding.verdict == WRONG for finding in self.findings)
 
     @property

@@ -1,4 +1,4 @@
-"""Conditions of a record as flat keys, differences between records, and the key of repeats."""
+"""Conditions of a record as flat keys, differences between records, and the key that repeats share."""
 
 import hashlib
 import json
@@ -16,9 +16,9 @@ from scaleray.records.sweep_record import SweepRecord
 MISSING = "missing"
 SECTIONS = ("config", "derived", "code", "environment", "topology", "data")
 NAMES_OF_THE_RUN = ("tracking.run_name",)
-"""Config keys whose differences between runs mean nothing."""
+"""Config keys whose differences between runs are insignificant."""
 MEASURED_OF_DATA = "row_us"
-"""Last parts of data keys that are measurements, which differ between any two runs, rather than conditions."""
+"""Last parts of data keys that hold measurements, which differ between any two runs, rather than conditions."""
 
 Conditions = dict[str, dict[str, Any]]
 """Conditions by section, then by dotted key."""
@@ -26,7 +26,7 @@ Conditions = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Difference:
-    """One key and its value in each record, in order; `missing` if a record does not have it."""
+    """A key and its value in each record, in order; `missing` if a record lacks it."""
 
     section: str
     key: str
@@ -34,7 +34,7 @@ class Difference:
 
 
 def conditions(record: RunRecord | StudyRecord | SweepRecord) -> Conditions:
-    """Return the conditions of a record: all facts that determined its result."""
+    """Return the conditions of a record, which are all facts that determined its result."""
     found: Conditions = {section: {} for section in SECTIONS}
     found["config"] = {k: v for k, v in leaves(record.config) if k not in NAMES_OF_THE_RUN}
     if isinstance(record, RunRecord):
@@ -52,7 +52,7 @@ def conditions(record: RunRecord | StudyRecord | SweepRecord) -> Conditions:
 
 
 def differences(of: Sequence[Conditions]) -> list[Difference]:
-    """Return every key that is not the same in all, by section, then by key."""
+    """Return every key whose values differ between the records, sorted by section and key."""
     found = []
     for section in SECTIONS:
         for key in sorted(set().union(*(one[section] for one in of))):
@@ -63,8 +63,8 @@ def differences(of: Sequence[Conditions]) -> list[Difference]:
 
 
 def repeat_key(record: RunRecord | StudyRecord | SweepRecord) -> str:
-    """Key shared by records that repeat one another: trainings that differ only in their seed and in settings without
-    effect on result or speed; studies and sweeps of the same conditions."""
+    """Key shared by repeats: trainings that differ only in their seed and in settings without effect on result or
+    speed, or studies and sweeps under the same conditions."""
     if not isinstance(record, RunRecord):
         hashed = record.conditions
         return " ".join((hashed.config_hash, hashed.code_hash, hashed.environment_hash, hashed.topology_hash))

@@ -15,7 +15,7 @@ WORST_FIRST: tuple[Verdict, ...] = ("red", "yellow", "green", "not applicable")
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightCheck:
-    """One check: the finding, the limit, and the remedy if the limit is exceeded."""
+    """One check: the finding, the limit, and the remedy if the limit is violated."""
 
     name: str
     verdict: Verdict
@@ -41,7 +41,7 @@ class GpuSeen:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskSeen:
-    """Free space at one path of a node. use: files of a training that are stored there."""
+    """Free space at one path of a node. use: files that a training stores there."""
 
     use: str
     path: str
@@ -51,25 +51,25 @@ class DiskSeen:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSeen:
-    """One node, by its own report. error: reason why it could not be inspected; all else is then empty."""
+    """One node, as it reported itself. error: reason why it could not be inspected; all else is then empty."""
 
     name: str
     """Address of the node, with its id if several nodes share the address."""
     machine: str = ""
-    """Id of the machine's last boot: nodes with the same id are on one machine."""
+    """Boot id of the machine: nodes with the same id are on one machine."""
     is_drivers: bool = False
     python: str = ""
     packages: dict[str, str] = field(default_factory=dict)
     """Versions by normalised name."""
     accelerators: dict[str, str] = field(default_factory=dict)
-    """Versions of `driver`, `cuda`, `cudnn` and `nccl`, as far as they are present."""
+    """Versions of `driver`, `cuda`, `cudnn` and `nccl`, if present."""
     gpus: list[GpuSeen] = field(default_factory=list)
     torch_gpus: int = 0
     """GPUs that torch can use."""
     ray_gpus: float | None = None
     """GPUs offered by Ray; None without Ray."""
     limits: dict[str, int | None] = field(default_factory=dict)
-    """`nofile`, `nproc` and `memlock` of a worker's process; None is unlimited."""
+    """Limits `nofile`, `nproc` and `memlock` of a worker's process; None is unlimited."""
     has_rdma: bool = False
     shm_bytes: int | None = None
     memory_bytes: int | None = None
@@ -78,13 +78,13 @@ class NodeSeen:
     port_range: int | None = None
     """Number of ephemeral ports of the system."""
     mlflow_error: str | None = None
-    """Error on contacting MLflow from here; empty if it answers, None if it was not contacted."""
+    """Error when this node contacted MLflow; empty if MLflow answered, None if it was not contacted."""
     error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClockSeen:
-    """Seconds by which a node's clock is ahead of the driver's. within_s: half of the shortest round trip."""
+    """Seconds by which a node's clock is ahead of the driver's. within_s: its error, half of the shortest round trip."""
 
     node: str
     ahead_s: float
@@ -100,12 +100,12 @@ class StorageSeen:
     write_bytes_per_s: float | None = None
     read_bytes_per_s: float | None = None
     does_not_see: list[str] = field(default_factory=list)
-    """Nodes whose files are missing there, or have different content."""
+    """Nodes whose files this node cannot see there, or sees with other content."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRate:
-    """Rate of matrix products of one GPU, or of a node's processors. precision: as in the catalogue of GPUs."""
+    """Rate of matrix products on one GPU or on a node's CPUs. precision: as in the catalogue of GPUs."""
 
     node: str
     device: str
@@ -115,7 +115,7 @@ class DeviceRate:
 
     @property
     def name(self) -> str:
-        """Device and node."""
+        """Names of the device and its node."""
         return f"{self.device} of {self.node}"
 
 
@@ -155,13 +155,13 @@ class AllReduceTime:
 
     @property
     def bus_bytes_per_s(self) -> float:
-        """Bus bandwidth by nccl-tests' definition: 2 (n - 1) / n of the bytes over the time."""
+        """Bus bandwidth as nccl-tests defines it: 2 (n - 1) / n of the bytes, divided by the time."""
         return 2 * (self.ranks - 1) / self.ranks * self.num_bytes / self.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """All observations and measurements, before they are evaluated."""
+    """All observations and measurements, before evaluation."""
 
     nodes: list[NodeSeen]
     has_ray: bool = False
@@ -169,12 +169,12 @@ class Measured:
     tracking_uri: str = ""
     """MLflow's address, without a password."""
     tracking_error: str = ""
-    """Error on contacting MLflow from the driver; empty if it answers."""
+    """Error when the driver contacted MLflow; empty if it answered."""
     network: str = ""
     """Specified network between nodes; empty if none was given."""
     clocks: list[ClockSeen] = field(default_factory=list)
     closed: list[tuple[str, str]] = field(default_factory=list)
-    """Pairs of nodes of which the first cannot reach a port of the second."""
+    """Pairs of nodes whose first node cannot reach a port of the second."""
     storage: list[StorageSeen] = field(default_factory=list)
     rates: list[DeviceRate] = field(default_factory=list)
     all_reduces: list[AllReduceTime] = field(default_factory=list)

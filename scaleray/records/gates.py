@@ -9,7 +9,7 @@ from scaleray.records.json_record import JsonRecord
 
 @dataclass(frozen=True, kw_only=True)
 class GateRecord(JsonRecord):
-    """Results of the gates, readable without the code that made them."""
+    """Results of the gates, readable without the code that wrote them."""
 
     answer: Answer
     gates: list[GateResult]

@@ -1,7 +1,7 @@
 """State of each rank when a training hung: its last collectives, and the current source lines of its threads.
 
-Written by the rank itself, as JSON without pickles, into `hangs/` of the run's folder; analysed together by
-`profiling/desync.py`.
+Each rank writes its own state, as JSON without pickles, into `hangs/` of the run's folder; `profiling/desync.py`
+analyses all of them together.
 """
 
 from collections import Counter
@@ -12,27 +12,27 @@ from typing import Any
 from scaleray.records.json_record import JsonRecord
 
 HANGS = "hangs"
-"""Folder of a run with a subfolder for each stalled group of workers, named by its start time."""
+"""Folder of a run with a subfolder for each stalled group of workers, named after its start time."""
 CALLS_KEPT, CALLS_OF_A_GROUP = 500, 20
-"""Number of calls of collectives in a dump, the newest overall and of each group."""
+"""Number of calls of collectives in a dump: the newest ones overall, and the newest of each group."""
 LINES_KEPT = 4
 """Number of innermost lines of the user's code shown for a call or a thread: the caller of a helper around a collective
 is more informative than the helper."""
 
 
 def dump_name(rank: int) -> str:
-    """Name of the file of a rank's own report."""
+    """File name of a rank's own dump."""
     return f"rank-{rank:05d}.json"
 
 
 def stacks_name(rank: int) -> str:
-    """Name of the file with the stacks of a rank that cannot report, see `training/health/stack_file.py`."""
+    """File name for the stacks of a rank that cannot write a dump, see `training/health/stack_file.py`."""
     return f"rank-{rank:05d}.txt"
 
 
 @dataclass(frozen=True)
 class Line:
-    """Source line of Python at which a thread is, or from which a collective was called."""
+    """Python source line that a thread is executing, or from which a collective was called."""
 
     file: str
     number: int
@@ -49,13 +49,13 @@ class Line:
 
 
 def place_of(lines: Sequence[Line]) -> str:
-    """The innermost of some lines, and its caller."""
+    """Text of the innermost of these lines and its caller."""
     return ", called at ".join(str(line) for line in lines[:2])
 
 
 @dataclass(frozen=True)
 class Group:
-    """A process group, with a name that is the same on all of its ranks."""
+    """A process group. Its name is the same on all of its ranks."""
 
     name: str
     description: str
@@ -64,12 +64,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Call:
-    """A collective, or a message to another rank, as called by a rank."""
+    """A rank's call of a collective, or of a message to another rank."""
 
     group: str
     backend: str
     number: int
-    """Sequence number of the collective in its group: all ranks should make the same call under one number."""
+    """Sequence number of the collective in its group; all ranks should make the same call under the same number."""
     operation: str
     input_sizes: tuple[tuple[int, ...], ...]
     output_sizes: tuple[tuple[int, ...], ...]
@@ -78,9 +78,9 @@ class Call:
     """Whether it has ended, successfully or not."""
     called_at_ns: int
     is_message: bool = False
-    """Whether it is between only two ranks; such calls have separate sequence numbers."""
+    """Whether it involves only two ranks; such calls have separate sequence numbers."""
     lines: tuple[Line, ...] = ()
-    """Lines of the user's code from which it was called, innermost first; empty if there are none, as in a backward
+    """Lines of the user's code from which it was called, innermost first; empty if none called it, as in a backward
     pass."""
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ class Thread:
 
 @dataclass(frozen=True)
 class RankDump(JsonRecord):
-    """Activity of one rank, by its own report."""
+    """What one rank was doing, by its own report."""
 
     rank: int
     world_size: int
@@ -127,7 +127,7 @@ class RankDump(JsonRecord):
     """Current lines of the training thread in the user's code, innermost first, or its innermost line."""
     threads: tuple[Thread, ...] = ()
     is_complete: bool = True
-    """Whether the threads' lines are included: a dump is first written without them."""
+    """Whether the threads' lines are included; a dump is first written without them."""
 
     def lines(self) -> list[str]:
         """Lines with the rank, its activity, and its source lines."""

@@ -1,4 +1,4 @@
-"""Records as JSON: common parts of every record.json, and conversion of values to JSON."""
+"""Records as JSON: the common parts of every record.json, and the conversion of values."""
 
 import dataclasses
 import functools
@@ -15,12 +15,12 @@ from scaleray.common.printed import Printed, printable
 from scaleray.errors import first_line
 
 SCHEMA_VERSION = 1
-"""Version of the keys of all records and of the output of `--json`. It is raised when a key is removed or changes its
-meaning; keys may be added within a version."""
+"""Version of the keys of all records and of `--json` output. It increases when a key is removed or changes its meaning;
+keys may be added within a version."""
 
 
 class NewerRecord(ValueError):
-    """Error for a record in a newer format than this version of scaleray supports."""
+    """The record's format is newer than this version of scaleray supports."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class JsonRecord(Printed):
     """Version of the keys, see SCHEMA_VERSION. Records without it have version 1."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as JSON values; NaN and infinity become null, as JSON has neither."""
+        """The record as JSON values; NaN and infinity become null, since JSON has neither."""
         values: dict[str, Any] = jsonable(dataclasses.asdict(self))
         return values
 
@@ -55,14 +55,14 @@ class JsonRecord(Printed):
 
 
 def of_known_version(text: str | bytes) -> str | bytes:
-    """Return the text of a record. Raises NewerRecord for a newer version, whose keys would be lost or misread."""
+    """Return the text unchanged. Raises NewerRecord for a newer version, whose keys would be lost or misread."""
     try:
         values = load_json(text)
     except ValueError:
         return text
     version = values.get("schema_version") if isinstance(values, dict) else None
     if isinstance(version, int) and version > SCHEMA_VERSION:
-        allowed = f"this version of scaleray reads up to {SCHEMA_VERSION}: use a newer one"
+        allowed = f"this version of scaleray reads only up to {SCHEMA_VERSION}: use a newer one"
         raise NewerRecord(f"schema_version is {version}, and {allowed}")
     return text
 
@@ -71,8 +71,8 @@ _adapter = functools.cache(TypeAdapter)
 
 
 def check_types(kind: type, values: Mapping[str, Any]) -> None:
-    """Raise TypeError, with the key, if a value does not have the type declared in the record's class. null is accepted
-    for any number, as it represents a number that was not finite."""
+    """Raise TypeError with the key if a value does not have the type declared in the record's class. null is accepted
+    for any number, since it represents a number that was not finite."""
     try:
         _adapter(kind).validate_python(values)
     except ValidationError as exc:
@@ -82,7 +82,7 @@ def check_types(kind: type, values: Mapping[str, Any]) -> None:
 
 
 def first_problem(exc: Exception) -> str:
-    """Reason why a text is not a record, in one line: `steps is missing`."""
+    """Reason why a text is not a record, in one line, such as `steps is missing`."""
     return _problem(exc.errors()[0]) if isinstance(exc, ValidationError) else first_line(exc)
 
 
@@ -103,8 +103,8 @@ def jsonable(value: Any) -> Any:
 
 
 def leaves(value: Any, prefix: str = "", *, of_lists: bool = True) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of all leaves of nested mappings; empty mappings are skipped. of_lists: also of mappings in
-    lists."""
+    """(dotted key, value) of all leaves of nested mappings; empty mappings are skipped. of_lists: include those in
+    lists of mappings."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from leaves(inner, f"{prefix}{key}.", of_lists=of_lists)

@@ -1,4 +1,4 @@
-"""Evaluation metric that measures a run's success: the one its config watches, or else the most informative one."""
+"""Evaluation metric that measures a run's success: the one its config watches, or else the most informative."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,12 +9,12 @@ HIGHER = re.compile(
     r"(^|_|/)(acc\w*|f1|auroc|auc|average_precision|precision|recall|dice|iou|map|bleu|rouge\w*|r2|exact_match)(_|@|$)"
 )
 LOWER = re.compile(r"(^|_|/)(loss|error|perplexity|ppl|mse|mae|rmse|wer|cer|bits\w*|nll)(_|$)")
-"""Names of metrics, by whether higher or lower is better; nothing is assumed for others."""
+"""Metric names for which higher or lower is known to be better; nothing is assumed about others."""
 
 
 @dataclass(frozen=True)
 class JudgedMetric:
-    """name: `split/metric`. better: whether higher or lower is better; None if unknown."""
+    """The metric that measures success. name: `split/metric`. better: whether higher or lower is; None if unknown."""
 
     name: str
     better: Literal["min", "max"] | None
@@ -26,8 +26,8 @@ class JudgedMetric:
 
 
 def judged_metric(names: Iterable[str], config: Mapping[str, Any]) -> JudgedMetric | None:
-    """Return the metric of `stop.watch`, `checkpoint.best` or `stop.at`, whichever is set first; otherwise the first
-    one of split `val` or of the first split, preferably not its loss. config: of a run, by section. None without an
+    """Return the metric of `stop.watch`, `checkpoint.best` or `stop.at`, in this order; if none is set, the first
+    metric of split `val` or of the first split, preferably not the loss. config: of a run, by section. None without an
     evaluation."""
     there = sorted(names)
     stop, checkpoint = config.get("stop") or {}, config.get("checkpoint") or {}

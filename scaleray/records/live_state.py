@@ -1,6 +1,6 @@
-"""Live state of a run: `live.json` in its folder, and the answer of its recorder in a cluster.
+"""Live state of a run, as in `live.json` in its folder and in its recorder's answer in a cluster.
 
-Durations are seconds, `..._at` are seconds since 1970. Unknown values are None, empty or omitted, never 0.
+Durations are in seconds; `..._at` are times in seconds since 1970. Unknown values are None, empty or omitted, never 0.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from scaleray.records.json_record import JsonRecord
 
 FILE = "live.json"
 STARTING, RUNNING, LOST = "STARTING", "RUNNING", "LOST"
-"""Statuses of a run that has not ended; MLflow's statuses (FINISHED, FAILED, KILLED) are for ended runs. LOST: no
-heartbeat for LOST_S, and no report of its end."""
+"""Statuses of a run that has not ended; ended runs have MLflow's (FINISHED, FAILED, KILLED). LOST: no heartbeat for
+LOST_S seconds, and no report of its end."""
 LOST_S = 30.0
 
 
@@ -25,9 +25,9 @@ class RecentSteps:
     """Number of the last of these steps."""
     num_steps: int
     step_s: float
-    """Mean step time; the phases are means, too."""
+    """Mean step time; the phases are means as well."""
     phases: dict[str, float]
-    """Mean seconds by the values of `Phase`; phases that took no time are omitted."""
+    """Mean seconds of each phase, by the values of `Phase`; phases without time are omitted."""
     memory: dict[str, int] = field(default_factory=dict)
     """Bytes: `resident_bytes` of its process, `peak_bytes` as in `MemoryPeak`, and on a GPU the numbers of
     `MemoryNumbers`."""
@@ -35,7 +35,7 @@ class RecentSteps:
 
 @dataclass(frozen=True)
 class RankNow:
-    """Activity of one worker."""
+    """What one worker is doing."""
 
     rank: int
     node: str
@@ -47,7 +47,7 @@ class RankNow:
     """Seconds since its last heartbeat."""
     step_time_s: float | None = None
     late_s: float | None = None
-    """Lateness at collectives, per step: the longest wait of any rank minus its own wait. None with one rank, and if no
+    """Lateness at collectives per step: the longest wait of any rank minus its own wait. None with one rank, or if no
     rank waits for another.
     """
     memory: dict[str, int] = field(default_factory=dict)
@@ -55,11 +55,11 @@ class RankNow:
 
 @dataclass(frozen=True)
 class LiveState(JsonRecord):
-    """State of a run at one moment."""
+    """State of a run at a point in time."""
 
     name: str
     kind: str = "train"
-    """Kind of its eventual record: `train`, `study` or `sweep`."""
+    """Kind of its future record: `train`, `study` or `sweep`."""
     status: str = STARTING
     """`STARTING`, `RUNNING`, `LOST`, or, after its end, `FINISHED`, `FAILED` or `KILLED`."""
     verdict: str = ""
@@ -77,7 +77,7 @@ class LiveState(JsonRecord):
     total_steps: int | None = None
     epoch: float | None = None
     left_s: float | None = None
-    """Seconds left at the mean speed since its start."""
+    """Estimated seconds left, at the mean speed since its start."""
     loss: float | None = None
     learning_rate: float | None = None
     grad_norm: float | None = None
@@ -85,14 +85,14 @@ class LiveState(JsonRecord):
     curve: list[tuple[float, float | None]] = field(default_factory=list)
     """Loss over the whole run as (step, loss), each the mean of some steps; None if it was not finite."""
     step_time_s: float | None = None
-    """Mean of the last half minute, as are the next three."""
+    """Mean over the last half minute, as are the next three fields."""
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
     input_wait_share: float | None = None
     best_samples_per_s: float | None = None
-    """Highest throughput in samples per second over half a minute so far."""
+    """Highest throughput so far over any half minute, in samples per second."""
     expected_samples_per_s: float | None = None
-    """Predicted throughput of this training, by a study or the planner."""
+    """Throughput of this training as predicted by a study or the planner."""
     metrics: dict[str, float | None] = field(default_factory=dict)
     """Last evaluation, by `split/metric`."""
     judged_by: str = ""
@@ -104,20 +104,20 @@ class LiveState(JsonRecord):
     """Number of starts, including restarts after lost workers."""
     repeated_steps: int = 0
     goodput: float | None = None
-    """Share of its time so far spent in steps that count."""
+    """Share of its time so far that was spent in steps that count."""
     checkpoint_step: int | None = None
     checkpoint_at: float | None = None
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds of each part of a step in the last second or so, by the values of `Phase`: mean over ranks."""
+    """Mean seconds over ranks of each part of a step, during about the last second, by the values of `Phase`."""
     ranks: list[RankNow] = field(default_factory=list)
     alerts: list[Alert] = field(default_factory=list)
     """Newest state of each alert."""
     events: list[str] = field(default_factory=list)
-    """Latest warnings and other events, the newest last."""
+    """Latest warnings and other events, newest last."""
     waiting_points: int = 0
     """Points that MLflow has not accepted yet."""
     done: float | None = None
-    """Completed part of `total` of a study or a sweep, in `unit`."""
+    """Number of completed units of a study or a sweep, out of `total`, in `unit`."""
     total: float | None = None
     unit: str = ""
     notes: list[str] = field(default_factory=list)
@@ -146,7 +146,7 @@ class LiveState(JsonRecord):
 
 
 def late_s(waits: Sequence[float]) -> list[float]:
-    """Lateness of each rank at the collectives of a step, from the seconds that each waits in them: the rank with the
+    """Lateness of each rank at the collectives of a step, given the seconds that each waits in them. The rank with the
     longest wait arrived first.
     """
     longest = max(waits, default=0.0)

@@ -1,5 +1,5 @@
-"""Write operations on MLflow as values: queued by a writer, stored in an outbox if MLflow does not accept them,
-executed by a store."""
+"""Write operations on MLflow as values. A writer queues them, a store executes them, and an outbox keeps those that
+MLflow does not accept."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class LogMetrics:
     points: list[Point]
 
     def after(self, known: Mapping[str, int]) -> LogMetrics:
-        """The operation without points that MLflow already has. known: newest step of each metric there."""
+        """The operation without the points that MLflow already has. known: newest step of each metric there."""
         return LogMetrics([point for point in self.points if point[3] > known.get(point[0], -1)])
 
 
 @dataclass(frozen=True)
 class LogParams:
-    """Params of the run, which are written once and never change."""
+    """Params of the run, which are written once and cannot change."""
 
     values: Mapping[str, Any]
 
@@ -76,7 +76,7 @@ class EndRun:
 
 @dataclass(frozen=True)
 class LogChild:
-    """A finished child run, written as a whole. key: its point or trial. Times: in ms since 1970."""
+    """A finished child run, written as a whole. key: of its point or trial. Times are in ms since 1970."""
 
     key: str
     name: str
@@ -97,12 +97,12 @@ class LogToChildren:
 
 @dataclass(frozen=True)
 class LearnChildren:
-    """Load the children of a resumed run: completely written ones are kept, and the others are removed."""
+    """Load the children of a resumed run; incomplete ones are removed."""
 
 
 @dataclass(frozen=True)
 class RemoveHalfWritten:
-    """Remove empty children left by a request that MLflow's client had given up and repeated."""
+    """Remove empty children left by a request that MLflow's client gave up on and repeated."""
 
 
 @dataclass(frozen=True)
@@ -115,17 +115,17 @@ class SaveView:
 
 Operation = LogMetrics | LogParams | SetTags | LogArtifact | LogDataset | EndRun
 StudyOperation = Operation | LogChild | LogToChildren | LearnChildren | RemoveHalfWritten | SaveView
-"""Operations on a study or a sweep, which are not stored in files: its record contains them all."""
+"""Operations on a study or a sweep. They are not stored in files, since its record contains everything."""
 KINDS: dict[str, type[Any]] = {
     "metrics": LogMetrics, "params": LogParams, "tags": SetTags, "artifact": LogArtifact, "dataset": LogDataset,
     "status": EndRun,
 }  # fmt: skip
-"""Names of the operations in files."""
+"""Names of the operations, as used in files."""
 _NAMES = {kind: name for name, kind in KINDS.items()}
 
 
 def pieces_of(operation: Operation) -> list[Operation]:
-    """Split the operation into one per point, param or tag; a list of itself if it has at most one."""
+    """Split the operation into one per point, param or tag, if it has several."""
     if isinstance(operation, LogMetrics):
         return [LogMetrics([point]) for point in operation.points]
     if isinstance(operation, LogParams | SetTags):

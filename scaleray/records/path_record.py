@@ -1,4 +1,4 @@
-"""Record of a path from a baseline to a promoted model: its decisions, its commands, and their results."""
+"""Record of a path from a baseline to a promoted model: its decisions, commands and results."""
 
 import shlex
 from dataclasses import dataclass, field
@@ -11,8 +11,8 @@ STEPS = ("baseline", "distribute", "optimise", "validate", "produce")
 """Steps of a path, in order."""
 OVER = ("done", "skipped")
 Act = Literal["command", "train", "faults", "soak", "decide", "runbook"]
-"""Kind of a task: a command, a training, a training that is killed and resumed, a long one that is evaluated, a
-person's decision, or a page written by the path."""
+"""Kinds of tasks: a command, a training, a training that is killed and resumed, a long training that is evaluated, a
+person's decision, or a page that the path writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class PathTask:
     status: Status = "open"
     command: list[str] = field(default_factory=list)
     ran: list[str] = field(default_factory=list)
-    """The executed command: placeholders such as `{study}` are replaced by results of earlier tasks."""
+    """The executed command, in which results of earlier tasks replace placeholders such as `{study}`."""
     exit_code: int | None = None
     started_at: float | None = None
     """Time in seconds since 1970."""
@@ -36,7 +36,7 @@ class PathTask:
     figures: dict[str, float] = field(default_factory=dict)
     """Measurements of a training, by name."""
     words: str = ""
-    """Summary of the command's record, or why it failed or was skipped, or the decision that a person must make."""
+    """Summary of the command's record, why it failed or was skipped, or the decision that a person must make."""
 
     @property
     def step(self) -> str:
@@ -45,7 +45,7 @@ class PathTask:
 
     @property
     def shell(self) -> str:
-        """The executed command for a shell; until then, capitals are placeholders for results of earlier tasks."""
+        """The command for a shell; before its execution, capitals are placeholders for results of earlier tasks."""
         words = [word[1:-1].upper() if word[:1] + word[-1:] == "{}" else word for word in self.ran or self.command]
         return shlex.join(["scaleray", *words]) if words else ""
 
@@ -62,9 +62,9 @@ class PathDecision:
 
 @dataclass(frozen=True, kw_only=True)
 class PathRecord(JsonRecord):
-    """A path. target: such as `test/accuracy >= 0.97`; runs: trainings per side; local: without Ray where possible;
-    model: its name in the registry; cluster: for the planner's advice; soak: length of the long training; kind: type of
-    cluster for the pipeline."""
+    """A path. target: such as `test/accuracy >= 0.97`; runs: trainings per side; local: whether to avoid Ray if
+    possible; model: its name in the registry; cluster: description for the planner; soak: length of the long training;
+    kind: type of cluster for the pipeline."""
 
     name: str
     folder: str
@@ -95,7 +95,7 @@ class PathRecord(JsonRecord):
         return next((task for task in self.tasks if task.status not in OVER), None)
 
     def lines(self) -> list[str]:
-        """Lines on each step, on failed tasks, and on the next task."""
+        """Lines about each step, failed tasks, and the next task."""
         found = [f"path {self.name}: {self.target} on {self.workers} workers", *self.notes]
         for step in STEPS:
             tasks = [task for task in self.tasks if task.step == step]

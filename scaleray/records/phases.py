@@ -1,4 +1,4 @@
-"""Phases of a worker: the names used in heartbeats, errors, profiles and verdicts."""
+"""Phases of a worker, as named in heartbeats, errors, profiles and verdicts."""
 
 from collections.abc import Callable
 from enum import StrEnum
@@ -12,7 +12,7 @@ class Phase(StrEnum):
     MODEL = "model"
     """Building the model and distributing it over the workers."""
     COMPILING = "compiling"
-    """Inside torch.compile's compiler. In a profile it counts for the phase that compiled."""
+    """Running torch.compile's compiler. A profile counts this time for the phase that compiled."""
     END = "end"
     """After its last step."""
 
@@ -23,14 +23,14 @@ class Phase(StrEnum):
     FORWARD = "forward"
     """A forward pass, up to the loss."""
     BACKWARD = "backward"
-    """A backward pass; with concurrent collectives it may include waiting for others."""
+    """A backward pass; with concurrent collectives it may include waiting for other ranks."""
     COMMUNICATION = "exposed_communication"
-    """Waiting for a collective, without the time in which the rank computes. If ranks' arrivals are known, a profile
-    counts only the transfer here, otherwise the wait for the slowest rank as well.
+    """Waiting for a collective, without the time in which the rank computes. If the ranks' arrivals are known, a
+    profile counts only the transfer here, otherwise also the wait for the slowest rank.
     """
     STRAGGLER = "waiting_for_slowest"
-    """Idle in a collective that another rank has not reached yet. Derived from arrivals: no worker enters this
-    phase."""
+    """Idle in a collective that another rank has not reached yet. Derived from arrivals; no worker enters this phase.
+    """
     OPTIMIZER = "optimizer"
     """Inspection of gradients, clipping and the update."""
     HOST = "host"
@@ -42,7 +42,7 @@ class Phase(StrEnum):
 
 
 Enter = Callable[[Phase], Phase]
-"""Function that enters a phase, and returns the previous one."""
+"""Function that enters a phase and returns the previous one."""
 
 PARTS = (
     Phase.INPUT,
@@ -57,12 +57,12 @@ PARTS = (
     Phase.CHECKPOINT,
     Phase.OTHER,
 )
-"""Parts of a step in a profile, in display order. They sum to the step."""
+"""Parts of a step in a profile, in display order. Their sum is the step."""
 
 OWN_BUSINESS = (Phase.INPUT, Phase.COMPILING)
-"""Phases in which a worker does not wait for another one."""
+"""Phases in which a worker does not wait for other workers."""
 MAY_WAIT = (Phase.BACKWARD, Phase.COMMUNICATION, Phase.HOST, Phase.OTHER)
-"""Phases in which a worker may wait for the others, or for its device, which waits for theirs."""
+"""Phases in which a worker may wait for other workers, directly or through its device."""
 TIMED = (Phase.COPY, Phase.FORWARD, Phase.OPTIMIZER, Phase.EVALUATION)
 """Phases without a time limit of their own; input and collectives have one."""
 
@@ -76,7 +76,7 @@ IN_WORDS = {
     Phase.CHECKPOINT: "saving a checkpoint",
     Phase.END: "saving the final weights",
 }
-"""Descriptions, for users, of phases that may take long; other phases are described by their step."""
+"""Descriptions of phases that may take long, for users; other phases are described by their step."""
 PART_IN_WORDS = {
     Phase.INPUT: "input",
     Phase.COPY: "copy to device",

@@ -1,7 +1,7 @@
 """Profile of a run: time in phases, lateness, collectives, goodput and memory; under `profile` in record.json.
 
-`RankMeasurements` are the measurements of one worker; `scaleray/profiling/` combines those of all ranks to a
-`RunProfile`. Values that could not be measured are None or omitted, never 0. Durations are seconds.
+`RankMeasurements` holds the measurements of one worker; `scaleray/profiling/` combines those of all ranks into a
+`RunProfile`. Values that could not be measured are None or omitted, never 0. Durations are in seconds.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     import numpy as np  # planning reads records without numpy
 
 MOST_BUCKETS = 200
-"""Most buckets into which a run's steps are divided for figures over time."""
+"""Maximum number of buckets into which a run's steps are divided for figures over time."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A quantity measured in every step, such as the seconds of a phase: over all measured steps, and over time."""
+    """A quantity measured in every step, such as the seconds of a phase: its sum over the steps, and its values over
+    time."""
 
     total: float
     """Sum over all measured steps."""
@@ -35,7 +36,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Buckets:
-    """Division of the steps into buckets, for which series have one value each."""
+    """Division of the steps into buckets. A series has one value for each bucket."""
 
     first_step: int
     """Number of the first measured step, from 1."""
@@ -46,7 +47,7 @@ class Buckets:
 
 @dataclass(frozen=True)
 class BucketLateness:
-    """Lateness of a rank, behind the first one, at the collectives of one group of gradients in the backward pass."""
+    """Lateness of a rank behind the earliest one, at the collectives of one group of gradients in the backward pass."""
 
     bucket: int
     """Number of the group in the backward pass, from 0 for the last layers: a bucket of DDP, or a unit of FSDP."""
@@ -54,30 +55,30 @@ class BucketLateness:
     """Layers whose gradients it contains, such as `blocks.0-3`."""
     late_s: Spread
     last_share: float
-    """Share of the steps in which this rank came last."""
+    """Share of the steps in which this rank arrived last."""
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that makes the others wait, step after step."""
+    """A rank that makes the others wait in step after step."""
 
     rank: int
     phase: str
-    """`forward` or `backward`: the pass in which it loses its time, as far as arrivals show. A delay between the passes
-    of two steps counts for the forward pass."""
+    """`forward` or `backward`: the pass in which it loses time, as far as arrivals show. A delay between the passes of
+    two steps counts for the forward pass."""
     bucket: int | None
     """First group of gradients, as in `RankProfile.lateness`, that was late; None in the forward pass."""
     layers: str
-    """Layers in which the time is lost; empty if it may be anywhere from the previous step to the end of the forward
-    pass."""
+    """Layers in which the time is lost; empty if it may be lost anywhere from the previous step to the end of the
+    forward pass."""
     late_s: float
     """Seconds added per step to its lateness there: median over blocks of steps."""
     share: float
-    """The same as a share of a step."""
+    """These seconds as a share of a step."""
     steps: int
     """Number of evaluated steps."""
     p_value: float
-    """Bound on the probability that ranks of equal speed show this somewhere."""
+    """Upper bound on the probability that this occurs at any rank although all are equally fast."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +96,14 @@ class MemoryPeak:
 
 @dataclass(frozen=True)
 class MemoryNumbers:
-    """Memory held by a worker without being used, by cause, and its peak. None: not measurable here."""
+    """Memory that a worker holds without using it, by cause, and its peak. None: not measurable here."""
 
     rounding_bytes: int | None = None
-    """Allocated minus requested: blocks are rounded up."""
+    """Allocated minus requested bytes, since blocks are rounded up."""
     cached_bytes: int | None = None
-    """Reserved minus active: kept by the allocator for later requests."""
+    """Reserved minus active bytes, which the allocator keeps for later requests."""
     stranded_bytes: int | None = None
-    """Unused parts of split blocks: true fragmentation. Included in the cached bytes."""
+    """Unused parts of split blocks, which is true fragmentation. Included in the cached bytes."""
     largest_hole_bytes: int | None = None
     """Largest block available without requesting more from the device."""
     resident_bytes: int | None = None
@@ -112,21 +113,21 @@ class MemoryNumbers:
     peak: MemoryPeak | None = None
     """Peak of memory allocated on the device; on the CPU, peak of observed resident memory."""
     series: dict[str, list[float | None]] = field(default_factory=dict)
-    """Each of the above over time, in the buckets of the profile, under its name here; None without a sample."""
+    """Each of the above over time, by its field name, in the buckets of the profile; None without a sample."""
 
 
 @dataclass(frozen=True)
 class RankProfile:
-    """Use of one rank's time."""
+    """How one rank spent its time."""
 
     rank: int
     node: str
     device: str
-    """`cpu` or `cuda`: on a GPU its own time is divided, by events, otherwise that of the host."""
+    """`cpu` or `cuda`: on a GPU, the parts are the device's own time, measured by events; otherwise the host's."""
     steps: int
-    """Number of measured steps, without the first of a process, which compiles and fills caches."""
+    """Number of measured steps, without a process's first step, which compiles and fills caches."""
     step: Spread
-    """Seconds of a step, including an evaluation or a checkpoint after the previous one."""
+    """Seconds of a step, including an evaluation or checkpoint after the previous step."""
     phases: dict[str, Spread]
     """Seconds of each part of a step, by the values of `Phase`; parts that cannot be separated here are missing."""
     worst_gap: float | None
@@ -134,8 +135,8 @@ class RankProfile:
     pauses: Spread | None = None
     """Seconds of garbage collection in a step, in any phase; None if not measured."""
     late_s: Spread | None = None
-    """Delay of this rank behind the first one at the collectives of a step, at the worst of them; None if arrivals are
-    not measured."""
+    """Largest delay of this rank behind the earliest one at any collective of a step; None if arrivals are not
+    measured."""
     lateness: list[BucketLateness] = field(default_factory=list)
     memory: MemoryNumbers = field(default_factory=MemoryNumbers)
 
@@ -151,18 +152,18 @@ class CollectiveRow:
     operation: str
     count: int
     num_bytes: float
-    """Payload contributed by this rank, each counted once, whatever the algorithm."""
+    """Payload that this rank contributed, counted once per call, whatever the algorithm."""
     seconds: float | None = None
-    """Total time from the rank's own arrival to the end; None if not measured."""
+    """Total seconds from the rank's own arrival to the end; None if not measured."""
     bus_bandwidth: float | None = None
     """Bytes per second on the busiest link, for the size of this group."""
     exposed_share: float | None = None
-    """Share of `seconds` in which the rank was stalled by it."""
+    """Share of `seconds` in which it stalled the rank."""
 
 
 @dataclass(frozen=True)
 class LinkRow:
-    """Bandwidth from one rank to another, measured separately for each pair after the steps of `scaleray profile`."""
+    """Bandwidth from one rank to another, measured pair by pair after the steps of `scaleray profile`."""
 
     sender: int
     receiver: int
@@ -180,12 +181,12 @@ class Goodput:
     """Seconds by class: `productive` steps, `start`, `restart`, `repeated`, `input`, `checkpoint`, `evaluation`,
     `other`."""
     attempts: int = 1
-    """Number of starts of the run: one, plus one for each resume or loss of workers."""
+    """Number of starts of the run: 1, plus 1 for each resume or loss of workers."""
     repeated_steps: int = 0
     """Number of steps repeated after a resume."""
     longest_without_checkpoint_s: float | None = None
-    """Longest training time that was not saved in a checkpoint: the largest possible loss with a lost worker. None if
-    no step was taken, and in older records."""
+    """Longest training time without a checkpoint, which is the most that a lost worker could have cost. None if no step
+    was taken, and in older records."""
 
     def shares(self) -> dict[str, float]:
         """Share of each class in the elapsed time."""
@@ -194,14 +195,14 @@ class Goodput:
 
 @dataclass(frozen=True)
 class RunProfile:
-    """Use of a run's time, on all its ranks."""
+    """How all ranks of a run spent their time."""
 
     buckets: Buckets
     ranks: list[RankProfile]
     closes: bool
-    """Whether, on every rank, the parts of all its steps sum to those steps within 1 %."""
+    """Whether the parts of the steps sum to the steps within 1 % on every rank."""
     gap: float | None
-    """Difference between the steps and the sum of their parts, as a share, on the rank with the largest one."""
+    """Relative difference between the steps and the sum of their parts, on the rank where it is largest."""
     gap_rank: int | None = None
     stragglers: list[Straggler] = field(default_factory=list)
     """Ranks that are late beyond chance, worst first; healthy runs have none."""
@@ -210,9 +211,9 @@ class RunProfile:
     notes: list[str] = field(default_factory=list)
     """Missing measurements, with reasons."""
     traced_steps: int = 0
-    """Number of steps at the end that were slowed by a trace, and are not evaluated."""
+    """Number of steps at the end that a trace slowed down, and that are not evaluated."""
     links: list[LinkRow] = field(default_factory=list)
-    """Each pair of ranks that was measured separately, in both directions."""
+    """Every pair of ranks that was measured separately, in both directions."""
 
     def figures(self) -> dict[str, float]:
         """One value for each metric of a profile, by its name in MLflow."""
@@ -243,46 +244,45 @@ class RunProfile:
 
 @dataclass(frozen=True)
 class Places:
-    """Collectives of a step at which arrivals are measured, in the order in which a rank reaches them."""
+    """Points of a step at which arrivals are measured, in the order in which a rank reaches them."""
 
     forward: tuple[str, ...]
     """Layers that a rank computed before each place of the forward pass; empty if there were none."""
     backward: tuple[str, ...]
     """Layers whose gradients are computed before each place of the backward pass."""
     buckets: tuple[int, ...]
-    """Number of the group of gradients to which each of these places belongs: one place where they are reduced, and
-    others before that."""
+    """Number of the group of gradients to which each place of the backward pass belongs. A group has one place where it
+    is reduced, and may have earlier ones."""
     bucket_layers: tuple[str, ...]
     """Layers of each group of gradients."""
     meets_once: bool
-    """Whether a rank continues computing while collectives run, and waits for all of them at the end of the pass, as in
-    DDP; otherwise it waits for each, as in FSDP.
+    """Whether a rank computes while collectives run and waits for all of them at the end of the pass, as in DDP;
+    otherwise it waits for each, as in FSDP.
     """
     end_of_forward: str = ""
     """Layers that a rank computes between the last place of the forward pass and the start of the backward pass; empty
-    if that is more than the whole forward pass."""
+    if that includes more than the forward pass."""
 
 
 @dataclass(frozen=True)
 class RankArrivals:
-    """Times at which the gradients of one rank were ready for their collectives, in seconds on the clock of its
-    host."""
+    """Times at which one rank's gradients were ready for their collectives, in seconds on its host's clock."""
 
     rank: int
     clock: str
     """Name of the clock. Times of ranks with the same clock are directly comparable."""
     places: Places
     num_steps: int
-    """Number of measured steps, of which some have a row."""
+    """Number of measured steps, some of which have a row."""
     steps: np.ndarray = field(repr=False, compare=False)
     """Numbers of the steps with a row, int64 (rows,)."""
     begun: np.ndarray = field(repr=False, compare=False)
     """Start of the last backward pass, float64 (rows,)."""
     came: np.ndarray = field(repr=False, compare=False)
-    """Seconds from there to the arrival at each place, negative in the forward pass, float32 (rows, places); NaN if a
-    step did not pass it."""
+    """Seconds from `begun` to the arrival at each place, negative in the forward pass, float32 (rows, places); NaN if a
+    step did not pass the place."""
     met: np.ndarray = field(repr=False, compare=False)
-    """Seconds from there until the collectives of the pass had ended, float32 (rows,)."""
+    """Seconds from `begun` to the end of the pass's collectives, float32 (rows,)."""
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ class RankMeasurements:
     every: int
     """Interval between steps with a row."""
     rows: np.ndarray = field(repr=False, compare=False)
-    """Seconds in single steps, float32 (rows, columns): of steps `first_step`, `first_step + every`, ..."""
+    """Seconds in single steps `first_step`, `first_step + every`, ..., float32 (rows, columns)."""
     totals: np.ndarray = field(repr=False, compare=False)
     """Total seconds of all measured steps, float64 (columns,)."""
     series: np.ndarray = field(repr=False, compare=False)
@@ -310,7 +310,7 @@ class RankMeasurements:
     worst_gap: float | None
     """See `RankProfile.worst_gap`."""
     gap: float | None
-    """Difference between all measured steps and the sum of their parts, as a share."""
+    """Relative difference between all measured steps and the sum of their parts."""
     memory: MemoryNumbers = field(default_factory=MemoryNumbers)
     arrivals: RankArrivals | None = None
     """Arrivals at the collectives of its steps; None if not measured."""
@@ -318,4 +318,4 @@ class RankMeasurements:
     notes: tuple[str, ...] = ()
     """Missing measurements, with reasons."""
     links: list[LinkRow] = field(default_factory=list)
-    """Bandwidth from this rank to each other one, if measured."""
+    """Bandwidth from this rank to each other rank, if measured."""

@@ -1,4 +1,4 @@
-"""Record of promoting or checking a model in MLflow's registry."""
+"""Record of a promotion in MLflow's registry, or of a check of a promoted model."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from scaleray.records.json_record import JsonRecord
 
 @dataclass(frozen=True, kw_only=True)
 class Promotion(JsonRecord):
-    """Result of a promotion. answer: of the gates; version: None if a gate did not pass."""
+    """Result of a promotion. answer: of the gates; version: the promoted one, None if a gate did not pass."""
 
     model: str
     alias: str | None
@@ -19,9 +19,9 @@ class Promotion(JsonRecord):
     run: str
     run_id: str
     weights: str | None = None
-    """Description of the run's weights that were used."""
+    """Which of the run's weights were used, as text."""
     promotion: str | None = None
-    """Id of the promotion, the same for the same model, evidence and policy."""
+    """Id of the promotion; equal for equal model, evidence and policy."""
     version: int | None = None
     was: int | None = None
     """Version to which the alias pointed before."""

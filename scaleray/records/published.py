@@ -1,4 +1,4 @@
-"""Inputs of a run's published metrics: facts known before its start, and samples of its workers."""
+"""Inputs to a run's published metrics: facts known before its start, and samples from its workers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from scaleray.records.start import steady_time
 
 RAYS_JOB = "RAY_JOB_SUBMISSION_ID"
-"""Environment variable of Ray in the driver of a job."""
+"""Environment variable that Ray sets in a job's driver."""
 
 
 @dataclass(frozen=True)
 class PublishedFacts:
-    """Facts that a run publishes from its start on, and how it publishes them."""
+    """Facts that a run publishes from its start, and how it publishes them."""
 
     port: int | None = None
-    """Port on 127.0.0.1 where its metrics are served; None: they are not served."""
+    """Port on 127.0.0.1 at which its metrics are served; None: they are not served."""
     job: str = ""
     """Submission id of the Ray job, if it is one."""
     checkpoint_every_steps: int | None = None
@@ -35,7 +35,7 @@ class CountedFlops:
 
 @dataclass(frozen=True)
 class LinksMeasured:
-    """Result of measuring each pair of ranks: the slowest link. source, to: its ranks; `any` if all links of one rank
+    """The slowest link, found by measuring each pair of ranks. source, to: its ranks; `any` if all links of one rank
     are slow.
     """
 
@@ -50,8 +50,8 @@ class LinksMeasured:
 
 @dataclass(frozen=True)
 class RankSample:
-    """State of one worker, over the steps since its last sample. Values that could not be measured are None or
-    missing."""
+    """Measurements of one worker over the steps since its last sample. Values that could not be measured are None or
+    omitted."""
 
     rank: int
     node: str
@@ -68,8 +68,8 @@ class RankSample:
     """Bytes by kind: `used`, `resident`, `peak`, `rounding`, `cached`, `stranded`, `largest_hole`."""
     memory_limit_bytes: int | None = None
     ahead_s: tuple[float, ...] = ()
-    """Median seconds from its arrival at each synchronisation of a step to the end of the step's collectives: the
-    worker with the fewest arrived last."""
+    """Median seconds from its arrival at each synchronisation of a step to the end of the step's collectives; the
+    worker with the smallest value arrived last."""
     device: str = ""
     """Name of its GPU; empty on a CPU."""
     recorded_at: float = field(default_factory=steady_time, compare=False)

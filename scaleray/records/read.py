@@ -1,4 +1,4 @@
-"""Reader of record.json for all kinds of records."""
+"""Read a record.json of any kind."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Measured values of a record as rows, the common source of MLflow, CSV, pages, tables and comparisons."""
+"""Measured values of a record as rows, from which MLflow, CSV, pages, tables and comparisons take them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

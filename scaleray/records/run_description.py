@@ -1,4 +1,4 @@
-"""Facts about a run that driver and recorder exchange: its description, its MLflow run, and its result."""
+"""Facts about a run that the driver and the recorder exchange: its description, its MLflow run, and its result."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -33,17 +33,17 @@ class Recording:
     last_step: int
     unsent_file: str | None = None
     derived: dict[str, Any] = field(default_factory=dict)
-    """Derived values in use, as reported by the workers."""
+    """Derived values in use, as the workers reported them."""
     goodput: Goodput | None = None
     evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     """Step and value of every evaluation, by metric."""
     alerts: list[Alert] = field(default_factory=list)
-    """Alerts that began."""
+    """Alerts that started firing."""
 
 
 @dataclass(frozen=True)
 class RunDescription:
-    """Facts of a run before its start. work_dir: a local folder for its files."""
+    """Facts about a run before its start. work_dir: local folder for its files."""
 
     tracking_uri: str
     experiment: str
@@ -71,16 +71,16 @@ class RunDescription:
     """Number of steps of the whole training."""
     published: PublishedFacts = field(default_factory=PublishedFacts)
     key: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Key of the run until MLflow has assigned an id, if it does not resume another one."""
+    """Key of a run that does not resume another one, until MLflow has assigned an id."""
     alerts: AlertSettings = field(default_factory=lambda: AlertSettings(watch=False))
     webhook: str | None = field(default=None, repr=False)
-    """Address for alerts, including its secret; that in `alerts` is ignored."""
+    """Webhook address for alerts, including its secret; the one in `alerts` is ignored."""
     repeats: str = ""
     """Key shared by trainings that differ only in the seed, see `records/conditions.py`."""
     changes: Sequence[str] = ()
-    """Differences from the config of the resumed run, one per line. Params of an MLflow run cannot be changed."""
+    """Differences from the config of the resumed run, one per line, since params of an MLflow run cannot change."""
 
     @property
     def run_id(self) -> str:
-        """Key that distinguishes this run from others with the same name, in all its attempts."""
+        """Key that distinguishes this run, in all its attempts, from others with the same name."""
         return str((self.continues or {}).get("key") or self.key)

@@ -1,7 +1,7 @@
-"""Results that are sent between processes: from a worker to the recorder, and from a run to its reader.
+"""Results that a worker sends to the recorder, and the record that a run leaves for its readers.
 
-`recorded_at` is the `steady_time` of the process where an event occurred, in seconds since 1970, taken when its record
-is made: charts over time must not depend on the arrival of a record, which may be much later.
+`recorded_at` is the time of an event, in seconds since 1970, by the `steady_time` of the process in which it occurred.
+Charts use it because a record may arrive much later.
 """
 
 from __future__ import annotations
@@ -24,48 +24,48 @@ from scaleray.records.rows import Row
 from scaleray.records.start import steady_time
 
 EMULATED = "emulated"
-"""Mark of results whose computation was a timed sleep (`scaleray.emulation`)."""
+"""Mark of results in which a timed sleep replaced the computation (`scaleray.emulation`)."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step, as recorded by one rank; rank 0 sends its own. Loss is the global mean; times are seconds on
-    the rank.
+    """One optimizer step, as recorded by one rank; rank 0 sends its record. The loss is the global mean; times are the
+    rank's own seconds.
 
-    Under strategies whose replicas train separately, loss and count are those of the rank's own samples between two
-    synchronisations, and the gradient's norm is always its own."""
+    If a strategy trains replicas separately, loss and count cover only the rank's own samples between two
+    synchronisations, and the gradient norm is always the rank's own."""
 
     step: int
     """Number of this step, from 1."""
     loss: float
     count: float
-    """Number of samples or tokens over which the loss was summed, on all workers."""
+    """Number of samples or tokens over which the loss was summed on all workers."""
     num_samples: int
     learning_rate: float
-    """Learning rate of the step, in the optimizer's first group."""
+    """Learning rate of the optimizer's first group in this step."""
     grad_norm: float | None
     """Norm before clipping; None unless it was requested."""
     step_time_s: float
-    """Seconds since the previous step, without evaluations but including the observers' time for it."""
+    """Seconds since the previous step, without evaluations but with the observers' time."""
     input_wait_s: float
     epoch: float
-    """Passes over the training data after this step, with fraction."""
+    """Passes over the training data after this step, including the fraction of the current one."""
     is_finite: bool = True
     loss_scale: float | None = None
     world_size: int = 1
     sent_bytes: float = 0.0
-    """Bytes that the rank passed to collectives in this step for gradients, parameters and activations."""
+    """Bytes of gradients, parameters and activations that the rank passed to collectives in this step."""
     more: dict[str, float] = field(default_factory=dict)
     """Metrics of the strategy or a transform, by name."""
     losses: dict[str, float] = field(default_factory=dict)
-    """Each of a workload's several losses, whose sum is `loss`."""
+    """Each loss of a workload with several losses, whose sum is `loss`."""
     is_own: bool = False
-    """Whether loss and count cover only the rank's samples: a local step without synchronisation."""
+    """Whether loss and count cover only the rank's own samples, in a local step without synchronisation."""
     nonfinite_steps: int = 0
-    """Non-finite steps since the last synchronisation, on the rank with the most; the same on all ranks. Nonzero only
-    in a synchronisation, so that all ranks react alike."""
+    """Largest number of non-finite steps on any rank since the last synchronisation. Equal on all ranks and nonzero
+    only in a synchronisation, so that all ranks react alike."""
     nonfinite_in_a_row: int = 0
-    """Number of consecutive last steps that were not finite, on the rank with the most. Valid in a synchronisation."""
+    """Largest number of consecutive non-finite steps on any rank, up to this step. Valid in a synchronisation."""
     signals: tuple[float, ...] = ()
     """Sums of the signals that the ranks shared with this step."""
     recorded_at: float = field(default_factory=steady_time, compare=False)
@@ -83,7 +83,7 @@ class EvaluationRecord:
 
 @dataclass(frozen=True)
 class SystemRecord:
-    """Utilisation of one node, sampled by its first worker. Keys are those of MLflow's own system metrics."""
+    """Utilisation of one node, sampled by its first worker, under the keys of MLflow's own system metrics."""
 
     node: str
     step: int
@@ -93,7 +93,7 @@ class SystemRecord:
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """One complete checkpoint. bytes_written: part of total_bytes that was new since the last one."""
+    """A complete checkpoint. bytes_written: part of total_bytes that is new since the previous checkpoint."""
 
     step: int
     path: str
@@ -108,7 +108,7 @@ class CheckpointRecord:
 
 @dataclass(frozen=True)
 class DerivedRecord:
-    """Derived values in use that only the workers know: a workload's own optimizer may have different ones."""
+    """Derived values in use, which only the workers know, since a workload's own optimizer may set others."""
 
     values: dict[str, Any]
 
@@ -134,7 +134,7 @@ class EventRecord:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A heartbeat of one worker. phase: its activity since `since_s` seconds; tail: its last log lines."""
+    """A heartbeat of one worker. phase: its activity for the last `since_s` seconds; tail: its last log lines."""
 
     rank: int
     node: str
@@ -152,7 +152,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class WorkerSummary:
-    """Measurements of one worker over the whole run. Rank 0's represent the run."""
+    """Measurements of one worker over the whole run. Those of rank 0 represent the run."""
 
     rank: int
     node: str
@@ -160,7 +160,7 @@ class WorkerSummary:
     verdict: str
     """Reason for the end: `done`, `target reached` or `stopped: ...`."""
     samples_per_s: float | None
-    """Global samples per second in steady state, without the first steps and evaluations."""
+    """Global samples per second in steady state, excluding the first steps and evaluations."""
     tokens_per_s: float | None
     step_time_s: float | None
     """Median step time in steady state, in seconds."""
@@ -174,14 +174,14 @@ class WorkerSummary:
     strategy: str
     device: str
     model: dict[str, Any] = field(default_factory=dict)
-    """Number of parameters, the hash of their initial values, whether the model's computation is emulated, and
-    attributes of its modules that changed in training."""
+    """Number of parameters, hash of their initial values, whether the computation is emulated, and attributes of the
+    model's modules that changed in training."""
     hardware: dict[str, Any] = field(default_factory=dict)
     """Processor and accelerators of this worker's node."""
     compilation: dict[str, Any] = field(default_factory=dict)
     """Result of torch.compile: graphs, graph breaks and failures with file and line. Empty if it was not used."""
     memory: dict[str, Any] = field(default_factory=dict)
-    """Parts of this worker's memory in bytes, and the result of a search for a micro-batch."""
+    """Parts of this worker's memory in bytes, and the result of the search for a micro-batch size."""
     noise: dict[str, Any] = field(default_factory=dict)
     """Gradient noise scale with its interval and how it was measured. Empty if not measured."""
     start: dict[str, float] = field(default_factory=dict)
@@ -189,7 +189,7 @@ class WorkerSummary:
     best: dict[str, Any] = field(default_factory=dict)
     """Best evaluation by `stop.watch` or `checkpoint.best`: metric, value and step. Empty without one."""
     profile: RankMeasurements | None = None
-    """Use of this worker's time in its steps; None if not measured."""
+    """How this worker spent the time of its steps; None if not measured."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class LoggedMetrics:
 class LoggedFile:
     """A file logged by user code after `step` steps. path: below the run's `logged/`.
 
-    shape: of an image that is still to be encoded, with bytes `data`; None: `data` is the file's content.
+    shape: of an image whose raw bytes `data` are still to be encoded; None: `data` is the file's content.
     """
 
     step: int
@@ -216,7 +216,7 @@ class LoggedFile:
 
 @dataclass(frozen=True)
 class RepeatedMessages:
-    """Messages that another worker may have lost before it sent them; those that have arrived are ignored."""
+    """Messages that another worker may not have sent before it was lost; those that have arrived are ignored."""
 
     messages: tuple[StepRecord | EvaluationRecord, ...]
 
@@ -238,16 +238,16 @@ WorkerMessage = (
     | RepeatedMessages
 )
 Emit = Callable[[WorkerMessage], None]
-"""Function that takes a message of a worker."""
+"""Function that receives a worker's messages."""
 Show = Callable[[Sequence[WorkerMessage | Heartbeat]], None]
-"""Function that is called with a run's messages as they arrive, and with the activity of its first worker."""
+"""Function that receives a run's messages as they arrive, and the activity of its first worker."""
 Say = Callable[[str], None]
-"""Function that is called with lines of text for the user."""
+"""Function that receives lines of text for the user."""
 
 
 @dataclass(frozen=True)
 class RunRecord(JsonRecord):
-    """A finished run, readable without the code that made it."""
+    """A finished run, readable without the code that wrote it."""
 
     name: str
     status: str
@@ -283,7 +283,7 @@ class RunRecord(JsonRecord):
     """Folder with config.yaml, record.json, steps.csv and the final weights."""
     events: list[str] = field(default_factory=list)
     resumed_after: list[int] = field(default_factory=list)
-    """Steps of the checkpoints from which the run continued, after interruptions and lost workers."""
+    """Steps of the checkpoints from which the run continued after interruptions and lost workers."""
     compilation: dict[str, Any] = field(default_factory=dict)
     """Result of torch.compile on rank 0, see WorkerSummary."""
     memory: list[dict[str, Any]] = field(default_factory=list)
@@ -291,23 +291,23 @@ class RunRecord(JsonRecord):
     noise: dict[str, Any] = field(default_factory=dict)
     """Gradient noise scale measured by rank 0, see WorkerSummary."""
     marks: list[str] = field(default_factory=list)
-    """Marks that set the run's results apart, such as `emulated`."""
+    """Marks that qualify the run's results, such as `emulated`."""
     start: dict[str, float] = field(default_factory=dict)
     """Seconds of each part of the start on the first worker, see `records/start.py`. Empty in older records."""
     best: dict[str, Any] = field(default_factory=dict)
     """Best evaluation by `stop.watch` or `checkpoint.best`: metric, value, step, and the path of its checkpoint, if it
     is retained. Empty in older records."""
     profile: RunProfile | None = None
-    """Use of time on every rank. None in older records, and if no step was measured."""
+    """How every rank spent its time. None in older records, and if no step was measured."""
     alerts: list[dict[str, Any]] = field(default_factory=list)
-    """Alerts that began, see `records/alert_record.py`. Empty in older records."""
+    """Alerts that started firing, see `records/alert_record.py`. Empty in older records."""
     evaluations: dict[str, list[list[float | None]]] = field(default_factory=dict)
     """Step and value of every evaluation, by metric; null for a value that was not finite. Empty in older records."""
     weights: dict[str, dict[str, Any]] = field(default_factory=dict)
     """SHA-256 and size of each file of the final weights, by its name in the run's folder. Empty in older records."""
     checkpoints: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of each checkpoint retained by a finished run, by the name of its folder: the hash at the beginning of
-    its manifest, which has those of its files. Empty in older records."""
+    """SHA-256 of each checkpoint that a finished run retains, by its folder's name. It is the hash at the beginning of
+    the manifest, which lists the hashes of the checkpoint's files. Empty in older records."""
     attributes: dict[str, bool | int | float | str | None] = field(default_factory=dict)
     """Attributes of the model's modules that changed in training, by `module/attribute`; they belong to the final
     weights. Empty in older records."""
@@ -315,7 +315,7 @@ class RunRecord(JsonRecord):
     """File of the metrics that MLflow did not accept; `scaleray tracking replay FILE` sends them."""
 
     def rows(self) -> list[Row]:
-        """Measurements of the whole run, with the final evaluation values last."""
+        """Measurements of the whole run, ending with the final evaluation values."""
         return [
             Row(names.RECORD_STEPS, self.steps),
             Row(names.RECORD_FINAL_LOSS, self.final_loss),
@@ -338,7 +338,7 @@ class RunRecord(JsonRecord):
 
     @property
     def result(self) -> str:
-        """Judged metric of a finished run, and the verdict unless that is `done`; of another run the verdict."""
+        """For a finished run, its judged metric, and its verdict unless that is `done`; otherwise its verdict."""
         if self.status != "FINISHED" or self.judged is None:
             return self.verdict
         metric = figures({self.judged.name: self.metrics[self.judged.name]})
@@ -380,7 +380,7 @@ class RunRecord(JsonRecord):
         known = {one.name for one in dataclasses.fields(cls)}
         values = load_json(of_known_version(inert_json(text)))
         if not isinstance(values, dict):
-            raise TypeError(f"it is not a record but a {type(values).__name__}")
+            raise TypeError(f"it is a {type(values).__name__}, not a record")
         profile = RunProfile.of(values.pop("profile", None))
         values = {key: value for key, value in values.items() if key in known}
         check_types(cls, values)

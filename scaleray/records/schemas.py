@@ -24,7 +24,7 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def _schema_of_config() -> dict[str, Any]:
-    """Schema of a config file. A section may be empty, which means its defaults."""
+    """Schema of a config file. An empty section means its defaults."""
     schema = RunConfig.model_json_schema()
     for name, section in schema["properties"].items():
         if "$ref" in section and name not in schema["required"]:
@@ -37,7 +37,7 @@ def _schema_of_config() -> dict[str, Any]:
 
 
 def record_schema(kind: type) -> dict[str, Any]:
-    """Schema of a record.json. Numbers that were not finite are null in it."""
+    """Schema of a record.json, in which null represents numbers that were not finite."""
     schema = TypeAdapter(kind).json_schema(schema_generator=_OfRecords)
     return _tidy({"$schema": DIALECT, "title": kind.__name__, **schema})
 
@@ -53,7 +53,7 @@ SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 class _OfRecords(GenerateJsonSchema):
-    """Schemas of records as they are written: with the docstring of each field, and null for numbers."""
+    """Generates schemas of records as they are written: with each field's docstring, and numbers that may be null."""
 
     def float_schema(self, schema: core_schema.FloatSchema) -> JsonSchemaValue:
         return {"type": ["number", "null"]}
@@ -80,8 +80,8 @@ def _field_words(kind: type) -> dict[str, str]:
 
 
 def _tidy(schema: Any, *, holds_names: bool = False) -> Any:
-    """Remove pydantic's titles, which only repeat the names, and put each description on one line. holds_names: the
-    keys are names in a mapping of schemas, which may include `title`."""
+    """Remove pydantic's titles, which only repeat the names, and put each description on one line. holds_names: whether
+    the keys are names in a mapping of schemas, of which one may be `title`."""
     if isinstance(schema, list):
         return [_tidy(one) for one in schema]
     if not isinstance(schema, dict):
@@ -98,6 +98,6 @@ def _tidy(schema: Any, *, holds_names: bool = False) -> Any:
 
 
 def config_schema(what: Literal["config", "run", "study", "sweep", "live"] = "config") -> dict[str, Any]:
-    """Return the JSON schema of the config, of the record.json of a run, study or sweep, or of the lines of `scaleray
+    """Return the JSON schema of the config, of the record.json of a run, study or sweep, or of a line of `scaleray
     watch --json`."""
     return dict(SCHEMAS[what]())

@@ -19,7 +19,7 @@ BROKEN = (*NEVER_RAN, "diverged")
 
 @dataclass(frozen=True)
 class Setting:
-    """Trials that differ only in their seed. Values are medians over them.
+    """Trials that differ only in their seed, with medians of their values.
 
     value: last value of the sweep's metric. samples_to_target, time_to_target_s: None unless more than half of the
     trials reached the target.
@@ -36,7 +36,7 @@ class Setting:
     time_to_target_s: float | None
 
     one_training_with: tuple[str, ...] = ()
-    """Other rules under which the setting leads to the same training, which ran once."""
+    """Other rules under which the setting leads to the same training, which was run only once."""
 
     @property
     def num_reached(self) -> int:
@@ -53,12 +53,12 @@ class Setting:
 
 
 def trained(record: SweepRecord) -> list[Trial]:
-    """Trials that were trained, without those that share another trial's training."""
+    """Trials that were actually trained, without those that share another trial's training."""
     return [trial for trial in record.trials if trial.same_as is None]
 
 
 def one_training(record: SweepRecord) -> list[list[Trial]]:
-    """Groups of trials that share one training, the trained one first."""
+    """Groups of trials that share one training, each starting with the trained one."""
     groups: dict[int, list[Trial]] = defaultdict(list)
     for trial in sorted(record.trials, key=lambda t: t.same_as is not None):
         groups[trial.number if trial.same_as is None else trial.same_as].append(trial)
@@ -98,7 +98,7 @@ def best(found: Iterable[Setting], direction: str) -> Setting | None:
 
 
 def best_by_batch(record: SweepRecord) -> dict[str, dict[int, Setting]]:
-    """Best setting of each rule at each batch size, in increasing order."""
+    """Best setting of each rule at each batch size, by increasing batch size."""
     groups: dict[str, dict[int, list[Setting]]] = defaultdict(lambda: defaultdict(list))
     for setting in settings(record):
         groups[setting.rule][setting.batch_size].append(setting)
@@ -115,7 +115,6 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _median_reached(values: list[int | None] | list[float | None]) -> float | None:
-    """Median in which trials that did not reach the target are infinite, so that a lucky seed does not represent the
-    others."""
+    """Median that counts trials without the target as infinite, so that one lucky seed does not represent the others."""
     middle = statistics.median(math.inf if v is None else float(v) for v in values)
     return middle if math.isfinite(middle) else None

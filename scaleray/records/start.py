@@ -7,12 +7,12 @@ IMPORTS, RAY, DATA, PROCESSES, WORKER_IMPORTS = "imports", "Ray", "data", "proce
 MODEL, FIRST_BATCH, FIRST_STEP = "model", "first batch", "first step"
 PARTS = (IMPORTS, RAY, DATA, PROCESSES, WORKER_IMPORTS, MODEL, FIRST_BATCH, FIRST_STEP)
 """Parts in order: the command's own imports; the additional time of Ray, which starts concurrently; workload, data and
-the values derived from the config; the launch until the first worker's process exists; its imports and the process
-group; building the model; the first batch with its check; and the first step.
+the values derived from the config; the launch of the first worker's process; its imports and the process group;
+building the model; the first batch with its check; the first step.
 """
 
 LONG_S = 8.0
-"""Seconds above which a start is long enough to report its parts."""
+"""Seconds above which the parts of a start are reported."""
 
 
 _OFFSET_S = time.time() - time.monotonic()
@@ -20,18 +20,18 @@ _OFFSET_S = time.time() - time.monotonic()
 
 def steady_time() -> float:
     """Seconds since 1970 by a monotonic clock: the wall clock at the start of this process, plus the seconds since
-    then. Used for both ends of a duration, and for facts such as when a run started."""
+    then. Used for both ends of a duration and for facts such as a run's start time."""
     return _OFFSET_S + time.monotonic()
 
 
 def to_text(parts: Mapping[str, float]) -> str:
-    """The parts of a start in one line, with their seconds."""
+    """The parts of a start with their seconds, in one line."""
     known = " | ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items() if seconds >= 0.05)
     return f"first step after {sum(parts.values()):.1f} s: {known}"
 
 
 class StartClock:
-    """End times of the parts of a start, first on the driver and then on the first worker."""
+    """Records when the parts of a start end, first on the driver and then on the first worker."""
 
     def __init__(self, started_at: float, ends: Mapping[str, float] | None = None) -> None:
         self.started_at = started_at
@@ -42,7 +42,7 @@ class StartClock:
         self.ends.setdefault(part, steady_time() if at is None else at)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each part whose end is known; clocks of two nodes may differ, but no part is negative."""
+        """Seconds of each part whose end is known. The clocks of two nodes may differ, so negative values become 0."""
         found: dict[str, float] = {}
         before = self.started_at
         for part in PARTS:

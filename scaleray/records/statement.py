@@ -1,7 +1,7 @@
 """Provenance of a promoted model, as an in-toto statement with SLSA's provenance predicate.
 
-https://in-toto.io/Statement/v1 and https://slsa.dev/spec/v1.0/provenance: subjects are files with their SHA-256; their
-sources are the resolved dependencies. The statement is not signed: it reveals later changes, but not its author.
+https://in-toto.io/Statement/v1 and https://slsa.dev/spec/v1.0/provenance: the subjects are files with their SHA-256,
+the resolved dependencies are their sources. The statement is unsigned: it reveals later changes but not its author.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ CHUNK = 1 << 20
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of each file in and below a folder, by its path, except the statement itself."""
+    """SHA-256 of each file in a folder and its subfolders, by path, except the statement itself."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     names = {path.relative_to(folder).as_posix(): path for path in files}
     return {name: file_digest(path) for name, path in names.items() if name != STATEMENT}
@@ -50,8 +50,8 @@ def write_statement(
     weights: str,
     by: str,
 ) -> str:
-    """Write the statement of a promotion that ends now, and return its SHA-256. files: of the folder, SHA-256 by path;
-    weights: which ones, as text; by: user."""
+    """Write the statement of a promotion that ends now, and return its SHA-256. files: SHA-256 of the folder's files by
+    path; weights: which ones, as text; by: the user."""
     at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     facts = run.environment.get("environment") or {}
     git = facts.get("git") or {}
@@ -95,5 +95,5 @@ def write_statement(
 
 
 def subjects(statement: Mapping[str, Any]) -> dict[str, str]:
-    """SHA-256 by path in a statement. Raises KeyError or TypeError if it is not a statement."""
+    """Subjects of a statement: SHA-256 by path. Raises KeyError or TypeError if it is not a statement."""
     return {str(one["name"]): str(one["digest"]["sha256"]) for one in statement["subject"]}

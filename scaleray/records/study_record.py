@@ -1,4 +1,4 @@
-"""Records of scaling studies: measurements and conclusions, for fits, MLflow and reports.
+"""Records of scaling studies: measurements and conclusions, as used by fits, MLflow and reports.
 
 Intervals contain the true value with 95 % confidence, from a bootstrap over repeated measurements unless stated
 otherwise.
@@ -35,8 +35,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Conditions that must be equal for points on one curve, as hashes for comparison and as facts to show
-    differences."""
+    """Conditions that points on one curve must share, as hashes for comparison and as facts that show differences."""
 
     config_hash: str
     """Hash of the keys that determine the training, without the number of workers and values derived from it."""
@@ -51,8 +50,7 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True)
 class ToTarget:
-    """Steps, samples and time of a training to the config's target, up to the evaluation that reached it, or to the
-    end."""
+    """Steps, samples and time of a training up to the evaluation that reached the config's target, or up to its end."""
 
     is_reached: bool
     steps: int
@@ -69,41 +67,41 @@ class ToTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseHistory:
-    """Gradient noise scale over a training or its beginning, in samples: the batch size at which noise equals
+    """Gradient noise scale over a training or its beginning, in samples. It is the batch size at which noise equals
     signal."""
 
     scale: float | None
-    """Average of the noise scale at the end; None: too large to be resolved."""
+    """Average of the noise scale at the end; None if it is too large to resolve."""
     interval: tuple[float, float | None] | None = None
-    """95 % interval, by Fieller's method; None as its upper end is infinite. None for fewer than 3 measurements."""
+    """95 % interval by Fieller's method; an upper end of None is infinite. None for fewer than 3 measurements."""
     way: str
-    """Gradients used for the measurement: `workers`, `first micro-batch`, or `consecutive steps`, which underestimates
+    """Gradients used for the measurement: `workers`, `first micro-batch`, or `consecutive steps`, which underestimate
     it."""
     num_measurements: int
     covers: str
     """Measured part of the training: `its first steps`, or `the training to the target`."""
     curve: list[tuple[int, float | None]] = field(default_factory=list)
-    """(samples trained on before, average so far) of each measurement, or of every second, fourth ... if there are
+    """(samples trained so far, average so far) of each measurement, or of every second, fourth ... one if there are
     many."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repeat:
-    """One measurement of a number of workers: raw values, including those of the warm-up."""
+    """One measurement at a number of workers: raw values, including those of the warm-up."""
 
     step_times_s: list[float]
-    """Seconds of every optimizer step on the first worker, from step to step."""
+    """Seconds of every optimizer step on the first worker."""
     input_waits_s: list[float]
-    """Seconds of each of these steps in which the first worker waited for its input."""
+    """Seconds of each of these steps that the first worker spent waiting for input."""
     input_share: float
     """Share of the steady time spent waiting for input, on the worker with the largest share."""
     alone_s: float | None = None
-    """Median seconds of a step with the same micro-batches and update but no communication, on the same workers at the
-    same time, without input: mean over the workers. None if a worker cannot do its part of a step alone."""
+    """Median seconds of a step with the same micro-batches and update but without communication and input, on the same
+    workers at the same time; mean over the workers. None if a worker cannot do its part of a step alone."""
     slowest_alone_s: float | None = None
-    """The same, on the slowest worker of each step."""
+    """The same quantity, on the slowest worker of each step."""
     comm_s: float | None = None
-    """Seconds of a step's collectives without any other work. None if unknown."""
+    """Seconds of a step's collectives, run without any other work. None if unknown."""
     sent_bytes: float = 0.0
     """Bytes sent by the first worker in a step."""
     peak_memory_bytes: int = 0
@@ -116,14 +114,14 @@ class Repeat:
     study: str = ""
     """Name of the study that took the measurement."""
     round: int | None = None
-    """Round of that study: the same workers took the measurements of one round in succession. None for a measurement
-    that was launched separately."""
+    """Round of that study. The same workers took all measurements of a round in succession. None for a measurement that
+    was launched separately."""
     placement: dict[str, int] = field(default_factory=dict)
     """Number of workers on each node. Empty for measurements by older versions."""
 
     @property
     def round_name(self) -> str:
-        """Name of the round, shared only by measurements of the same round; "" if no other one belongs to the round."""
+        """Name that only measurements of the same round share; "" if the round has no other measurement."""
         return "" if self.round is None else f"{self.study}/{self.round}"
 
 
@@ -138,9 +136,9 @@ class Point:
     micro_batch_size: int
     accumulation_steps: int
     turns: list[list[float]]
-    """Step times in steady state in s, one list per measurement."""
+    """Step times in steady state, in seconds, one list per measurement."""
     rounds: list[str] = field(default_factory=list)
-    """Name of the round of each measurement, see `Repeat.round_name`; measurements of two points in one round can be
+    """Name of each measurement's round, see `Repeat.round_name`; measurements of two points in the same round can be
     compared in pairs."""
     num_warmup_steps: int
     """Number of omitted initial steps in each measurement."""
@@ -152,7 +150,7 @@ class Point:
     """Computing time. With `exposed_comm_s`, `input_wait_s` and `other_s` it sums to the step time."""
     exposed_comm_s: float | None
     """Time that the step waits for communication, including copies and reductions. None if it cannot be separated from
-    computing: under tensor and pipeline parallelism, where `compute_s` includes both.
+    computing, as in tensor and pipeline parallelism, where `compute_s` includes both.
     """
     input_wait_s: float
     other_s: float = 0.0
@@ -161,7 +159,7 @@ class Point:
     """Time of all communication, hidden or not; None if unknown."""
     sent_bytes: float = 0.0
     mfu: float | None = None
-    """Model FLOPs per second over the peak of the devices; None if the peak is unknown."""
+    """Model FLOPs per second divided by the devices' peak; None if the peak is unknown."""
     peak_memory_bytes: int = 0
     cost_per_million_samples: float | None = None
     noise_scale: float | None = None
@@ -171,7 +169,7 @@ class Point:
     marks: list[str] = field(default_factory=list)
     """Conditions to show with all values of the point: `oversubscribed`, `emulated`, `relaunched`."""
     reused_from: str | None = None
-    """Name of the study that measured the point, if it was another one."""
+    """Name of the study that measured the point, if it was a different one."""
     measured_at: float
     """Time of the measurement, in seconds since 1970."""
     run_id: str = ""
@@ -184,11 +182,11 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class CurvePoint:
-    """A point relative to the base of its curve. Strong efficiency: n0 t(n0) / (n t(n)); weak: t(n0) / t(n)."""
+    """A point relative to the base of its curve. Efficiency: n0 t(n0) / (n t(n)) if strong, t(n0) / t(n) if weak."""
 
     point: Point
     speedup: Estimate
-    """Throughput over that of the base, times the base's workers: n on an ideal curve."""
+    """Throughput relative to the base, times the base's workers: n on an ideal curve."""
     efficiency: Estimate
 
     def rows(self) -> list[Row]:
@@ -227,8 +225,7 @@ def _rows(point: Point, relative: Sequence[Row]) -> list[Row]:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """A law fitted to a curve. `held_out_error`: mean relative error of the speed-up of points excluded from the
-    fit."""
+    """A law fitted to a curve. `held_out_error`: mean relative error of its speed-up at points excluded from the fit."""
 
     law: str
     """Name of the law: `amdahl`, `gustafson`, `usl` or `planner`."""
@@ -240,19 +237,19 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class NextDoubling:
-    """Prediction for twice the workers of the largest point."""
+    """Prediction for twice as many workers as the largest point has."""
 
     workers: int
     gain: Estimate
-    """Throughput at `workers` over that of the largest point; 2 is ideal."""
+    """Throughput at `workers` relative to that of the largest point; 2 is ideal."""
     efficiency: Estimate
     cost_factor: float
-    """Cost per second over that of the largest point."""
+    """Cost per second relative to that of the largest point."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Points of one mode by number of workers, and conclusions from them."""
+    """Points of one mode by number of workers, and the conclusions from them."""
 
     mode: Mode
     base_workers: int
@@ -261,11 +258,11 @@ class Curve:
     best_law: str | None = None
     next_doubling: NextDoubling | None = None
     limit: str = ""
-    """Limit of the largest point: `communication`, `input`, `contention`, `compute`, `computing or communication`
+    """What limits the largest point: `communication`, `input`, `contention`, `compute`, `computing or communication`
     (which some strategies cannot separate) or `nothing yet`.
     """
     verdict: str = ""
-    """One or two sentences: the next doubling, or why it is not predicted, and what to change."""
+    """One or two sentences on the next doubling, or on why it is not predicted, and on what to change."""
 
 
 @final
@@ -285,8 +282,8 @@ class StudyRecord(JsonRecord):
     words: list[str] = field(default_factory=list)
     """Verdicts of all curves, and further notes for the reader."""
     model_profile: dict[str, Any] | None = None
-    """Counted costs of the model, in the form of `records/workload_profile.py`, used by the planner. None if they were
-    not counted."""
+    """Counted costs of the model for the planner, in the form of `records/workload_profile.py`. None if they were not
+    counted."""
     noise: list[tuple[int, float]] = field(default_factory=list)
     """(samples, noise scale) over the training of the point with most measurements, if measured."""
     started_at: float

@@ -1,6 +1,6 @@
 """Records of sweeps: all trials, the goodput of batch sizes, and the conclusions.
 
-Intervals as in `scaleray.records.study_record`.
+Intervals are as in `scaleray.records.study_record`.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ class Trial:
     batch_size: int
     rule: str
     learning_rate: float
-    """Learning rate after the rule."""
+    """Learning rate after applying the rule."""
     optimizer: str
     warmup: str
     seed: int
@@ -48,17 +48,17 @@ class Trial:
     """Time of the trial's end, in seconds since 1970; None in older records."""
     samples_per_s: float | None = None
     noise_scale: float | None = None
-    """Noise scale that represents the whole training, see `NoiseWindows.effective`; None with an interval: too large to
-    be resolved.
+    """Noise scale that represents the whole training, see `NoiseWindows.effective`. None with an interval means that it
+    is too large to resolve.
     """
     noise_interval: tuple[float, float | None] | None = None
-    """95 % interval of the noise scale; None as its upper end is infinite."""
+    """95 % interval of the noise scale; an upper end of None is infinite."""
     goodput: float | None = None
-    """Goodput of this training, in samples of the reference batch per second, by samples to the target."""
+    """Goodput of this training, in reference-batch samples per second, derived from its samples to the target."""
     error: str = ""
     run_id: str = ""
     same_as: int | None = None
-    """Number of the trial that shares its training with this one: it was trained once, and has the measurements."""
+    """Number of the trial whose training and measurements this trial shares, as both lead to the same training."""
 
     def rows(self) -> list[Row]:
         """Measurements of the trial."""
@@ -87,7 +87,7 @@ class GoodputPoint:
     predicted_steps: float | None
     predicted_samples: float | None
     is_trusted: bool
-    """Whether the batch size is within a factor of 4 of one whose noise was measured."""
+    """Whether the batch size is within a factor of 4 of one with measured noise."""
     is_measured: bool = False
 
     def rows(self) -> list[Row]:
@@ -119,7 +119,7 @@ class SweepRecord(JsonRecord):
     marks: list[str] = field(default_factory=list)
     """Marks, as on points, that apply to the whole sweep."""
     words: list[str] = field(default_factory=list)
-    """Result in sentences: fastest, cheapest, the knee, and the limit of each rule."""
+    """Result in sentences: the fastest and the cheapest setting, the knee, and the limit of each rule."""
     started_at: float
     duration_s: float
     tracking_uri: str = ""
@@ -130,7 +130,7 @@ class SweepRecord(JsonRecord):
 
     @property
     def asked_sizes(self) -> dict[int, int]:
-        """Samples of a batch by its requested size, if that is in tokens; otherwise empty."""
+        """Batch sizes in samples by requested size, if that is in tokens; otherwise empty."""
         if (self.config.get("batch") or {}).get("unit") != "tokens":
             return {}
         known = (t for t in self.trials if "batch.global_size" in t.settings and t.status != "never fits")
@@ -149,7 +149,7 @@ class SweepRecord(JsonRecord):
 
     @property
     def summary(self) -> str:
-        """The first two conclusions: the fastest setting, and the saving of the search."""
+        """The first two conclusions: the fastest setting, and what the search saved."""
         return " ".join(self.words[:2])
 
     def lines(self) -> list[str]:

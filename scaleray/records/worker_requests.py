@@ -1,4 +1,4 @@
-"""Requests to the workers of a training: traces of ranks and steps, and actions in reply to heartbeats."""
+"""Requests to the workers of a training: traces of certain ranks and steps, and actions in reply to heartbeats."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ FOLDER = "traces"
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """Request to trace the last steps of a training except the very last, which ends the trace."""
+    """Request to trace a training's last steps, except the very last, which ends the trace."""
 
     ranks: tuple[int, ...] = (0,)
     slowest: bool = True
-    """Also trace the rank with the shortest waits: the others wait for it."""
+    """Whether to trace the rank with the shortest waits too, since the others wait for it."""
     one_a_node: bool = True
     operators: bool = True
     """Whether operators and kernels are traced."""
     memory: bool = False
-    """Whether memory events of each chosen rank's device are recorded, and a snapshot is taken."""
+    """Whether memory events on each chosen rank's device are recorded and a snapshot is taken."""
     warmup: int = 3
     """Steps in which the profiler runs without recording, so that its own start is not visible."""
     steps: int = 2
@@ -42,16 +42,16 @@ class TraceRequest:
         return self.warmup + self.steps + 1
 
     def first_step(self, total_steps: int) -> int:
-        """Number of the step, from 1, in which the profiler starts to warm up. Raises ConfigError if the training is
+        """Number of the step, from 1, in which the profiler starts its warm-up. Raises ConfigError if the training is
         too short."""
         first = total_steps - self.num_steps + 1
         if first < 1:
-            needs = f"tracing needs {self.num_steps}: {self.warmup} to warm up"
-            raise ConfigError("--steps", total_steps, needs, "50 is typical: --steps 50")
+            needs = f"tracing needs {self.num_steps} steps, {self.warmup} of them to warm up"
+            raise ConfigError("--steps", total_steps, needs, "a typical number is --steps 50")
         return first
 
     def check_ranks(self, world_size: int) -> None:
-        """Raise ConfigError for a rank that the training does not have."""
+        """Raise ConfigError for a rank that does not exist in the training."""
         for rank in self.ranks:
             if rank >= world_size:
                 there = f"are 0 to {world_size - 1}" if world_size > 1 else "are only 0"
@@ -60,7 +60,7 @@ class TraceRequest:
                 )
 
     def is_fixed(self, rank: int, local_rank: int) -> bool:
-        """Whether a rank is traced regardless of the others."""
+        """Whether a rank is traced whatever the other ranks measure."""
         return rank in self.ranks or (self.one_a_node and local_rank == 0)
 
 
@@ -77,7 +77,7 @@ def trace_request(ranks: str = USUAL_RANKS, *, operators: bool = True, memory: b
             raise ConfigError(
                 "--ranks",
                 ranks,
-                f"it must list numbers of ranks, {SLOWEST} and {ONE_A_NODE}, separated by commas",
+                f"it must be a comma-separated list of rank numbers, {SLOWEST} and {ONE_A_NODE}",
                 f"for example --ranks {USUAL_RANKS}",
             )
     return TraceRequest(
@@ -86,7 +86,7 @@ def trace_request(ranks: str = USUAL_RANKS, *, operators: bool = True, memory: b
 
 
 class ControlRequest(StrEnum):
-    """Action requested of a worker after its step. The empty string, which is false, means none."""
+    """Action requested from a worker after its step. The empty string, which is false, requests none."""
 
     NOTHING = ""
     SAVE = "save"
@@ -94,4 +94,4 @@ class ControlRequest(StrEnum):
     LINKS = "links"
     """Measure the links between the workers, and continue."""
     LEAVE = "leave"
-    """Save, and end properly."""
+    """Save, and end the training normally."""

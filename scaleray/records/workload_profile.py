@@ -1,4 +1,4 @@
-"""Costs of one sample for a model: arithmetic, parameters and memory, block by block; and utilisation of devices.
+"""Costs of one sample for a model, block by block: arithmetic, parameters and memory; and the utilisation of devices.
 
 `training.flop_counter` counts them from the user's own workload; the planner and studies read them. Pure arithmetic.
 """
@@ -17,7 +17,7 @@ from scaleray.errors import ScaleRayError
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """A matrix product of `rows` x `inner` with `inner` x `columns`. rows: those of one sample, such as its tokens."""
+    """A matrix product of `rows` x `inner` with `inner` x `columns`. rows: of one sample, such as its tokens."""
 
     rows: float
     inner: int
@@ -31,18 +31,18 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class PartProfile:
-    """One of the model's repeated blocks, or the part before or after them. Values are per sample, forward, in the
-    run's precision."""
+    """One of the model's repeated blocks, or the part before or after them. Values are per sample, for the forward
+    pass, in the run's precision."""
 
     name: str
     num_parameters: int
     """Number of parameters; shared ones count in the first part that uses them."""
     products: list[Product] = field(default_factory=list)
     attention_flops: float = 0.0
-    """FLOPs of fused attention: in full, even if a causal mask would skip half."""
+    """FLOPs of fused attention, counted in full even if a causal mask skips half."""
     convolution_flops: float = 0.0
     winograd_flops: float = 0.0
-    """FLOPs of convolutions with ungrouped 3x3 and 5x5 filters of stride 1, which have a faster algorithm in 32 bit;
+    """FLOPs of convolutions with ungrouped 3x3 and 5x5 filters of stride 1, which have a faster algorithm in float32;
     included in `convolution_flops`."""
     activation_bytes: float = 0.0
     """Bytes kept from the forward pass for the backward pass."""
@@ -69,19 +69,19 @@ class WorkloadProfile:
     parameter_bytes: int
     precision: str
     backward_flops: float
-    """FLOPs of the backward pass, without recomputation, such as that of attention scores."""
+    """FLOPs of the backward pass, excluding recomputation, such as of attention scores."""
     activation_bytes: float
-    """Bytes kept from the forward pass for the backward pass, for each sample of a micro-batch; without
-    parameters and inputs."""
+    """Bytes kept from the forward pass for the backward pass, for each sample of a micro-batch, excluding parameters
+    and inputs."""
     fixed_activation_bytes: float
-    """Bytes kept in the same way for any micro-batch, for example copies of weights in a narrower dtype."""
+    """Bytes kept likewise, whatever the size of the micro-batch, such as copies of weights in a narrower dtype."""
     count_per_sample: float | None
-    """Tokens of a sample, or other units counted by the loss; None if only computing it shows the number."""
+    """Tokens of a sample, or other units that the loss counts; None if only computing the loss shows the number."""
     parts: list[PartProfile] = field(default_factory=list)
     """Costs of the part before the blocks, of each block of the workload's `blocks()`, and of the part after them,
     including the loss. Without blocks all costs are in the last part."""
     is_computed: bool = False
-    """Whether the loss was actually computed, on the CPU, because it depends on values, which counting does not
+    """Whether the loss was actually computed, on the CPU, because it depends on values, which counting alone does not
     provide."""
 
     @property
@@ -116,7 +116,7 @@ class WorkloadProfile:
 
 
 class ImpossibleUtilisation(ScaleRayError):
-    """Error for a utilisation above the devices' capability: a count, a time or a peak is wrong."""
+    """The utilisation exceeds the devices' capability, so a count, a time or a peak is wrong."""
 
 
 def mfu(flops: float, *, time_s: float, peak_flops_per_s: float, num_devices: int = 1) -> float:
@@ -130,6 +130,6 @@ def mfu(flops: float, *, time_s: float, peak_flops_per_s: float, num_devices: in
     if share > 1.0:
         raise ImpossibleUtilisation(
             f"MFU of {100 * share:.1f} %: {flops:.3g} FLOPs in {time_s:.3g} s on {num_devices} devices of "
-            f"{peak_flops_per_s:.3g} FLOP/s. The peak must be the dense one of the precision used"
+            f"{peak_flops_per_s:.3g} FLOP/s. The peak must be the dense peak in the precision used"
         )
     return share

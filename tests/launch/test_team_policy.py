@@ -126,8 +126,8 @@ def test_a_value_is_allowed_or_breaks_the_rule(policy, wanted, allowed, broken):
         ("invariants:\n  gpus: {}\n", "team.yaml:2 gpus.*bounds such as"),
         ("invariants:\n  gpus: []\n", "team.yaml:2 gpus.*bounds such as"),
         ("invariants: [owner]\n", "team.yaml:1 invariants is not a mapping"),
-        ("- owner\n", "it must hold the sections invariants, constraints"),
-        ("", "it must hold the sections invariants, constraints"),
+        ("- owner\n", "it must have the sections invariants, constraints"),
+        ("", "it must have the sections invariants, constraints"),
         ("invariants:\n  owner: [\n", "team.yaml:3.*not readable as YAML"),
     ],
 )

@@ -97,7 +97,7 @@ def test_a_record_of_a_newer_version_is_refused_by_it(kind):
     record = RECORDS[kind]()
     text = json.dumps(json.loads(record.to_json()) | {"schema_version": 7})
     with pytest.raises(
-        NewerRecord, match="schema_version is 7, and this version of scaleray reads up to 1: use a newer one"
+        NewerRecord, match="schema_version is 7, and this version of scaleray reads only up to 1: use a newer one"
     ):
         type(record).from_json(text)
 

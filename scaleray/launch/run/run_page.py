@@ -1,4 +1,4 @@
-"""The report of one training, on the same kind of page as studies and sweeps."""
+"""The report of one training, on the page that studies and sweeps use too."""
 
 import math
 import statistics
@@ -23,7 +23,7 @@ from scaleray.records.text.study_sweep_tables import Table, sentence_case
 from scaleray.records.text.units import figure, memory, seconds, shown
 
 MOST_POINTS = 600
-"""Maximum number of points of a line; beyond it, each point is the mean of a window."""
+"""Maximum number of points of a line; with more values, each point is the mean of a window."""
 FACTS = (
     ("Throughput", names.POINT_SAMPLES_PER_S, "samples/s, steady state"),
     ("Step time", names.POINT_STEP_TIME_S, "median, steady state"),
@@ -34,7 +34,7 @@ FACTS = (
 MOST_EVALUATIONS = 40
 """Maximum number of evaluation figures on a page; each takes a quarter of a second to draw."""
 LONGEST_HEADLINE = 80
-"""Maximum characters of a verdict in the headline, such as `target reached`; an error has its own paragraph."""
+"""Maximum characters of a verdict in the headline, such as `target reached`; an error gets its own paragraph."""
 
 
 def write_run_report(
@@ -42,7 +42,7 @@ def write_run_report(
 ) -> list[Path]:
     """Write report.html, evaluations.csv and figures/ into the folder; returns their paths, report.html first.
 
-    steps: text of steps.csv; without it there are no curves of steps. evaluations: (step, value) by metric.
+    steps: text of steps.csv; curves over steps need it. evaluations: (step, value) by metric.
     """
     page = run_page(record, rows=step_rows(steps), evaluations=evaluations)
     points = [
@@ -58,7 +58,7 @@ def run_page(
     evaluations: Mapping[str, Sequence[tuple[int, float]]],
     closing: str = BESIDE,
 ) -> Page:
-    """The page of a training. closing: the last line of the page, about the files next to it."""
+    """The page of a training. closing: the page's last line, about the files next to it."""
     judged = record.judged
     loss = [_line("loss", "Loss", rows, "loss", "loss", evaluations=_of(evaluations, "loss"))] if rows else []
     others = [(name, at) for name, at in sorted(evaluations.items()) if len(at) > 1 and not name.endswith("loss")]
@@ -137,7 +137,7 @@ def _result(record: RunRecord, evaluations: Mapping[str, Sequence[tuple[int, flo
     last, at = record.metrics[judged.name], evaluations.get(judged.name, ())
     best = judged.best([value for _, value in at])
     if best is None or best == last:
-        return [Fact(judged.name, figure(last), "at the end" if best is None else "at the end, which is the best")]
+        return [Fact(judged.name, figure(last), "at the end" if best is None else "at the end, the best value")]
     step = next(step for step, value in at if value == best)
     return [Fact(judged.name, figure(best), f"best, after step {step}; {figure(last)} at the end")]
 
@@ -188,7 +188,7 @@ def _line(
         else ""
     )
     missing = len(rows) - len(points)
-    gaps = f" {missing} steps without a value are left out." if 0 < missing < len(rows) else ""
+    gaps = f" {missing} steps without a value are omitted." if 0 < missing < len(rows) else ""
     return draw(name, title, f"The value over the optimizer steps.{mean}{gaps}", paint)
 
 
@@ -214,7 +214,7 @@ def _evaluations(metric: str, at: Sequence[tuple[int, float]]) -> Drawing:
 
 
 def _step_times(rows: Sequence[Mapping[str, float]], median_s: float | None) -> Drawing:
-    """Step times with their median, that of the run's record if it has one."""
+    """Step times with their median, which is taken from the run's record if it has one."""
     times = [(row["step"], 1e3 * row["step_time_s"], 1e3 * row["input_wait_s"]) for row in rows]
     few = thinned(times, MOST_POINTS)
     middle = statistics.median(t for _, t, _ in times) if median_s is None else 1e3 * median_s
@@ -258,13 +258,10 @@ def _step_times(rows: Sequence[Mapping[str, float]], median_s: float | None) -> 
         )
 
     over = sum(t > top for _, t, _ in times)
-    above = f" {over} {'step is' if over == 1 else 'steps are'} slower than the frame shows." if over else ""
+    above = f" {over} {'step is' if over == 1 else 'steps are'} slower than the axis shows." if over else ""
     drawn = f" {len(few)} of {len(times)} steps are shown." if len(few) < len(times) else ""
     return draw(
-        "step-times",
-        "Step times",
-        f"A dot for each step on rank 0, and below it the wait for its input.{above}{drawn}",
-        paint,
+        "step-times", "Step times", f"One dot per step on rank 0, with its wait for input below.{above}{drawn}", paint
     )
 
 
@@ -280,7 +277,7 @@ def _throughput(rows: Sequence[Mapping[str, float]]) -> Drawing:
         ax.set(xlabel="step", ylabel="samples/s of all workers")
 
     return draw(
-        "throughput", "Throughput", "Samples of a step over its time; evaluations and checkpoints are not in it.", paint
+        "throughput", "Throughput", "Samples of each step over its time, without evaluations and checkpoints.", paint
     )
 
 
@@ -309,7 +306,7 @@ def _memory(record: RunRecord) -> Drawing:
         ax.grid(axis="x", visible=False)
         ax.set(xlabel="rank", ylabel="peak memory in MiB")
 
-    left = f" The first 64 of {len(peaks)} workers." if len(peaks) > 64 else ""
+    left = f" Only the first 64 of {len(peaks)} workers are shown." if len(peaks) > 64 else ""
     return draw("memory", "Peak memory", f"Peak memory of each worker's process or device.{left}", paint)
 
 
@@ -325,7 +322,7 @@ def _of(evaluations: Mapping[str, Sequence[tuple[int, float]]], ending: str) -> 
 
 
 MOST_ROWS = 64
-"""Most ranks in a table; the first ones are shown."""
+"""Maximum number of ranks in a table, which shows the first ones."""
 
 
 def profile_section(record: RunRecord) -> list[Section]:

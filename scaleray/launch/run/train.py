@@ -1,6 +1,6 @@
 """`train`: from a config to a finished, recorded run.
 
-All refusals happen before workers start."""
+Everything that can be refused is refused before workers start."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ from scaleray.workload import make_workload
 
 IMPORTED_AT = steady_time()
 Weights = Mapping[str, Mapping[str, StoredFile]]
-"""Files of final weights with their hashes, by name of the weights and of the file."""
+"""Hashes of files of final weights, by name of the weights and then of the file."""
 
 
 @takes(TrainOptions)
@@ -109,14 +109,14 @@ def train(
     """Train a workload with a config and return the run's record.
 
     config: a RunConfig, a YAML file, or a mapping of dotted keys or sections; None, with `resume`, is the config of
-    that run. workload: an instance or class, also from a notebook; None loads the config's. progress: show a live
-    table, in a notebook or on a terminal; None does so on a terminal or in a notebook; False never does. show: called
-    with the run's messages as they arrive, say with lines about what happens meanwhile, expect_steps with the length of
-    the training once it is known. base_dir: folder to which a RunConfig's paths are relative. started_at: wall clock
-    from which the time to the first step is counted; None: now.
+    that run. workload: an instance or class, which may be defined in a notebook; None loads the config's. progress:
+    whether to show a live table; None shows one on a terminal or in a notebook. show: receives the run's messages as
+    they arrive; say: receives lines about other progress; expect_steps: receives the training's length once it is
+    known. base_dir: folder to which a RunConfig's paths are relative. started_at: wall clock from which the time to the
+    first step is counted; None: now.
 
-    Raises UsageError for errors of use, RunFailedError for a run that failed, KeyboardInterrupt when stopped; the
-    MLflow run is then FAILED or KILLED."""
+    Raises UsageError for errors of use, RunFailedError for a failed run, and KeyboardInterrupt for a stopped one; the
+    MLflow run is then marked FAILED or KILLED."""
     from scaleray.live.terminal.notebook import Silent, watching
 
     is_shown = show is None and say is None and progress is not False
@@ -149,8 +149,8 @@ def run_training(
 ) -> RunRecord:
     """Train as `train` does, without a display.
 
-    in_processes: with `local`, several workers are allowed, as gloo processes of this machine. trace: traces to take of
-    its last steps, into the run's folder. probes_links: measure each pair of workers at the end."""
+    in_processes: with `local`, allow several workers, as gloo processes on this machine. trace: traces to take of the
+    last steps, into the run's folder. probes_links: measure each pair of workers at the end."""
     start = StartClock(started_at or steady_time(), {IMPORTS: IMPORTED_AT})
     display = Guard()
     show, say, expect_steps = (display.wrapped(Watcher.DISPLAY, tell) for tell in (show, say, expect_steps))
@@ -171,7 +171,7 @@ def run_training(
         config, base_dir, resume=options.resume, allow_change=options.allow_change, say=say, settled=settled
     )
     if (finished := request.finished_record(say)) is not None:
-        say(f"run {finished.name} already finished after {finished.steps} steps; nothing is left to do")
+        say(f"run {finished.name} already finished after {finished.steps} steps, so there is nothing to do")
         return finished
     resolve_strategy(config)
     _check_number_of_workers(config, local=local and not in_processes)
@@ -229,7 +229,7 @@ def _check_number_of_workers(config: RunConfig, *, local: bool) -> None:
 
 
 def check_degrees(config: RunConfig) -> None:
-    """Refuse degrees on a single worker, which would have no effect, and those that do not multiply to the workers."""
+    """Refuse degrees on a single worker, which have no effect, and those whose product is not the number of workers."""
     asked = {name: degree for name, degree in config.parallel if isinstance(degree, int) and degree > 1}
     if config.scale.max_workers == 1 and asked:
         least = config.parallel.least_workers(config.strategy.name)
@@ -241,7 +241,7 @@ def check_degrees(config: RunConfig) -> None:
 
 
 def check_layout(job: TrainJob, train: Source) -> None:
-    """Refuse a layout that the model or its sequences do not fit, before workers start."""
+    """Refuse a layout that does not suit the model or its sequences, before workers start."""
     degrees = job.degrees
     if max(degrees.pipeline, degrees.context, degrees.tensor, degrees.expert) == 1:
         return
@@ -256,7 +256,7 @@ def check_layout(job: TrainJob, train: Source) -> None:
 def _guarded(
     config: RunConfig, request: Request, folder: RunFolder, tracking_uri: str
 ) -> contextlib.AbstractContextManager[None]:
-    """Context in which another process marks the run when this one is killed."""
+    """Context in which another process marks the run if this one is killed."""
     return driver_guard.guarding(
         command="scaleray train",
         folder=folder.path,
@@ -269,8 +269,8 @@ def _guarded(
 
 @contextlib.contextmanager
 def _environment(config: RunConfig, *, local: bool, say: Say) -> Iterator[tuple[RunConfig, list[dict[str, Any]]]]:
-    """The run's nodes, either this process or a connected cluster that can hold it; and the config with the settings
-    that they decide."""
+    """Yield the run's nodes, either this process or a connected cluster that can hold the run, and the config with the
+    settings that depend on them."""
     if local:
         forbid_ray()
         keep_compiled_code_here()
@@ -328,14 +328,14 @@ class _Run:
             self._check_every_size()
 
     def _check_every_size(self) -> None:
-        """Refuse a training that would fail at another number of workers."""
+        """Refuse an elastic training that would fail with another number of workers."""
         scale = self.config.scale
         if self.job.splits[TRAIN].is_streamed:
             raise ConfigError(
                 "scale.workers",
                 str(scale.workers),
                 "a Ray Dataset is divided once, for a fixed number of workers",
-                "give one number, or data that can be read by index",
+                "give one number of workers, or data that can be read by index",
             )
         for workers in range(scale.min_workers, min(scale.max_workers, scale.min_workers + 1000)):
             self.job.on(workers)
@@ -382,7 +382,7 @@ class _Run:
             recorder.close()
 
     def _finished(self, recorder: Recorder | RemoteRecorder, weights: Weights) -> RunRecord:
-        """End a run whose training is complete; if the recorder was lost meanwhile, again with a new one."""
+        """End a run whose training is complete; if the recorder is lost meanwhile, repeat this with a new one."""
         try:
             return self._finish(recorder, "FINISHED", "", weights)
         except ScaleRayError:
@@ -390,7 +390,7 @@ class _Run:
         except Exception:
             if not isinstance(recorder, RemoteRecorder) or not recorder.is_lost():
                 raise
-            self.show([EventRecord("the recorder was lost at the end of the run; another one ends it", kind="warning")])
+            self.show([EventRecord("the recorder was lost at the end of the run and is replaced", kind="warning")])
             recorder.respawn()
             recorder.wait_started()
             return self._finish(recorder, "FINISHED", "", weights)
@@ -398,7 +398,7 @@ class _Run:
     def _prepared(
         self, description: RunDescription, *, local: bool
     ) -> tuple[Recorder | RemoteRecorder, Callable[[], None]]:
-        """The run's recorder, which has started or is starting, and the function that trains to the end."""
+        """Return the run's recorder, started or starting, and the function that trains to the end."""
         facts = checkpoint_facts(self.folder.name, self.config, self.data, self.facts)
         common: dict[str, Any] = {"run_path": self.folder.path, "facts": facts, "show": self.show}
         if local:
@@ -414,7 +414,7 @@ class _Run:
         return remote, partial(fit, self.job, self.sources, remote, can_be_preempted=can_be_preempted, **common)
 
     def _complete_weights(self) -> Weights:
-        """Files of the final weights in the run folder, and of the trained ones if the final weights are an average."""
+        """Files of the final weights in the run folder, and of the trained weights if the final ones are an average."""
         names = [FINAL_WEIGHTS, *([TRAINED_WEIGHTS] if self.config.averaging.decay is not None else [])]
         if self.config.fine_tuning.lora_rank and self.config.fine_tuning.merge:
             names.append(ADAPTERS)  # a checkpoint has them, too, and MLflow the sum
@@ -425,15 +425,15 @@ class _Run:
         return [f"after step {step}: {change}" for change in self.changed]
 
     def _withdraw(self, record: RunRecord) -> None:
-        """Withdraw a run that was refused before its first step: it is not a failed training, and its name becomes free
-        again."""
+        """Withdraw a run that was refused before its first step, so that it is not recorded as failed and its name is
+        free again."""
         with contextlib.suppress(Exception):  # the refusal is what the user reads
             if self.folder.remove_without_checkpoints():
                 store.delete_run(self.tracking_uri, record.run_id)
 
     def _end(self, recorder: Recorder | RemoteRecorder, status: str, reason: str) -> tuple[RunRecord | None, bool]:
-        """End a run that did not finish, if it is in MLflow at all, and log how to continue it; the user sees the error
-        that ended it. Returns its record, if there is one, and whether MLflow has its end."""
+        """End an unfinished run in MLflow, if it exists there, and log how to continue it; the caller raises the error
+        that ended it. Returns its record, if any, and whether MLflow has its end."""
         record, is_marked = None, False
         try:
             if recorder.wait_started(60.0):
@@ -449,7 +449,7 @@ class _Run:
             with contextlib.suppress(Exception):  # MLflow does not answer either
                 self._mark(recorder, status, reason)
                 is_marked = True
-                text = f"the recorder was lost: MLflow has the run as {status}, without its last points and files"
+                text = f"the recorder was lost; MLflow shows the run as {status}, without its last points and files"
             self.show([EventRecord(text, kind="warning")])
         with contextlib.suppress(Exception):  # what ended the run matters more
             newest = Catalog.of_run(self.folder.path, self.config.checkpoint.copy_path).newest()
@@ -503,6 +503,6 @@ class _Run:
         self.folder.complete()
         if unsent:
             again = f"scaleray tracking replay {unsent} --uri {without_password(self.tracking_uri)}"
-            text = f"MLflow did not accept everything; when it is back: {again}"
+            text = f"MLflow did not accept everything; once it is available: {again}"
             self.show([EventRecord(text, kind="warning")])
         return record

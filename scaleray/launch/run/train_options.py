@@ -12,8 +12,8 @@ class TrainOptions:
 
     resume: str | None = None
     """Continue an interrupted run after its newest checkpoint: its folder, its name, or `auto` for the newest
-    unfinished run of the same training, if there is one. Without -c, the config is that run's own."""
+    unfinished run of the same training, if there is one. Without -c, that run's own config is used."""
     allow_change: Sequence[str] = ()
-    """A key that may differ from the interrupted run's although it changes the training."""
+    """A key that may differ from the interrupted run, although this changes the training."""
     local: bool = False
     """Run in this process without Ray, for a debugger."""

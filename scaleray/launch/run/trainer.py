@@ -1,4 +1,4 @@
-"""One run under Ray Train: its workers, restarted if that helps, while the driver shows their messages."""
+"""One run under Ray Train: run its workers, restart them if that helps, and show their messages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ RECORDER_LOST = "the recorder's process was lost repeatedly"
 
 
 class Interrupted(Exception):
-    """The user stopped the run: Ctrl-C, or `ray job stop`."""
+    """The user stopped the run, by Ctrl-C or `ray job stop`."""
 
 
 def fit(
@@ -65,8 +65,8 @@ def fit(
 ) -> None:
     """Run the job's workers to the end. Raises UsageError, RunFailedError or Interrupted.
 
-    run_path: the run's folder, for checkpoints and Ray Train's own files. facts: facts about the run for every
-    checkpoint."""
+    run_path: the run's folder, for checkpoints and Ray Train's own files. facts: about the run, for every checkpoint.
+    """
     import ray
 
     config, max_failures = job.config, job.config.scale.max_failures
@@ -119,7 +119,7 @@ def fit(
 def _fit_once(
     assignment: Assignment, streamed: dict[str, Any], attempt: int, recorder: RemoteRecorder, watcher: _Watcher
 ) -> BaseException | None:
-    """Run workers to the end and return None. Returns an error if Ray Train's controller or the recorder was lost,
+    """Run workers to the end and return None, or return the error if Ray Train's controller or the recorder was lost,
     after which workers can restart. attempt: counted from 1. Raises errors that end the run."""
     import ray
     import ray.train
@@ -165,9 +165,9 @@ def _fit_once(
 
 
 def restart_callback(recorder: Any, max_failures: int, run_path: str, *, replaces: bool = False) -> Any:
-    """Make the callback that Ray calls in its controller when workers fail: it reports the failure, and refuses a
-    restart that cannot help. run_path: the run's folder, with the workers' accounts of their activity. replaces: Ray
-    replaces the failed workers alone; only losses without a step between them count then."""
+    """Make the callback that Ray calls in its controller when workers fail. It reports the failure, and refuses a
+    restart that cannot help. run_path: the run's folder, with the workers' reports of their activity. replaces: whether
+    Ray replaces only the failed workers; then only losses without a step between them count."""
     import ray
     from ray.train import UserCallback
 
@@ -210,8 +210,8 @@ def restart_callback(recorder: Any, max_failures: int, run_path: str, *, replace
             self.step = max(step, self.step)
             text = "; ".join(f"worker {number}: {death(error)}" for number, error in failures.items())
             if self.restarts > max_failures:
-                raise RunFailedError(f"{text}\n  {self.restarts} workers were lost without a complete step")
-            recorder.log.remote([EventRecord(f"{text}; Ray starts another one as a spare", kind="warning")])
+                raise RunFailedError(f"{text}\n  {self.restarts} workers were lost with no complete step in between")
+            recorder.log.remote([EventRecord(f"{text}; Ray starts another spare", kind="warning")])
 
     def last_beats() -> list[Heartbeat]:
         try:
@@ -237,15 +237,15 @@ def restart_callback(recorder: Any, max_failures: int, run_path: str, *, replace
 
 
 def _wait_for_silence(recorder: RemoteRecorder, *, silent_s: float = 3.0, timeout_s: float = 60.0) -> None:
-    """Wait until the workers of a dead controller are gone, before others write the same checkpoints."""
+    """Wait until the workers of a dead controller are gone, before new ones write the same checkpoints."""
     deadline = time.monotonic() + timeout_s
     while recorder.silent_s() < silent_s and time.monotonic() < deadline:
         time.sleep(0.5)
 
 
 class _Watcher:
-    """Polls the recorder in a thread while the driver waits for Ray. error: why the recorder could not start.
-    has_lost_recorder: its process is gone, and this thread interrupted the driver, or tried to."""
+    """Polls the recorder in a thread while the driver waits for Ray. error: reason why the recorder could not start.
+    has_lost_recorder: whether its process is gone, on which this thread interrupts the driver."""
 
     def __init__(self, recorder: RemoteRecorder, show: Show, first_stage: str) -> None:
         self.recorder, self.show, self.first_stage = recorder, show, first_stage
@@ -263,7 +263,7 @@ class _Watcher:
         self.thread.start()
 
     def begin_again(self) -> None:
-        """Watch the recorder that replaces a lost one."""
+        """Watch the replacement of a lost recorder."""
         self.end()
         self.stop.clear()
         self.error, self.position, self.has_lost_recorder = None, 0, False
@@ -310,8 +310,8 @@ class _Watcher:
 
 @contextlib.contextmanager
 def _showing(recorder: RemoteRecorder, show: Show, first_stage: str) -> Iterator[_Watcher]:
-    """Pass the recorder's messages to `show` during the context, and the rest at its end. first_stage: current activity
-    until the first message."""
+    """Pass the recorder's messages to `show` during the context, and the remaining ones at its end. first_stage:
+    activity shown until the first message."""
     import ray
 
     watcher = _Watcher(recorder, show, first_stage)
@@ -328,10 +328,10 @@ def _showing(recorder: RemoteRecorder, show: Show, first_stage: str) -> Iterator
 
 @contextlib.contextmanager
 def _stop_on_sigterm(recorder: RemoteRecorder, grace_s: float) -> Iterator[None]:
-    """Handle SIGTERM: save and exit, or end like Ctrl-C after `grace_s`.
+    """Handle SIGTERM: save and exit, or behave as on Ctrl-C after `grace_s`.
 
-    `ray job stop` sends SIGTERM and, three seconds later, SIGKILL. On a loaded machine three seconds may not suffice to
-    release everything, so the recorder is notified first."""
+    `ray job stop` sends SIGTERM and, three seconds later, SIGKILL. On a loaded machine, three seconds may be too short
+    to release everything, so the recorder is notified first."""
     timers: list[threading.Timer] = []
 
     def tell() -> None:

@@ -1,1 +1,1 @@
-"""First and last steps of every command: paths and names, data, conditions of measurements, and its folder."""
+"""First and last steps of every command: paths, names, data, conditions of measurements, and its folder."""

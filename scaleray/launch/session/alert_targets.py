@@ -1,4 +1,4 @@
-"""Resolve the driver's alert targets: the webhook's address from its environment, and the command."""
+"""Resolve the targets of alerts on the driver: the webhook's address from the environment, and the command."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from scaleray.errors import ConfigError
 
 
 def alert_settings(alerts: AlertSettings) -> tuple[AlertSettings, str | None]:
-    """The settings as the recorder needs them, and the webhook's address, which only the driver's environment may hold.
+    """The settings for the recorder, and the webhook's address, which may be set only in the driver's environment.
     Raises ConfigError for an unset variable or a missing command.
     """
     address = alerts.webhook
@@ -20,7 +20,7 @@ def alert_settings(alerts: AlertSettings) -> tuple[AlertSettings, str | None]:
             raise ConfigError.problem(
                 "alerts.webhook_env",
                 f"names {alerts.webhook_env}, whose value cannot be used: {problem}",
-                "https://host/path is needed",
+                "set it to a URL such as https://host/path",
             )
     command = alerts.command
     if command:
@@ -30,7 +30,7 @@ def alert_settings(alerts: AlertSettings) -> tuple[AlertSettings, str | None]:
                 "alerts.command",
                 command[0],
                 "this machine has no such program",
-                "give its whole path, and its arguments as further items",
+                "give its full path, with its arguments as further items",
             )
         command = (os.path.abspath(program), *command[1:])  # the recorder has another working directory
     return alerts.model_copy(update={"webhook": None, "command": command}), address

@@ -1,4 +1,4 @@
-"""A study or a sweep from its beginning to its record: folder, run in MLflow, metrics, alerts and report."""
+"""A study or a sweep from its start to its record: folder, run in MLflow, metrics, alerts and report."""
 
 import contextlib
 import dataclasses
@@ -41,8 +41,8 @@ from scaleray.records.sweep_record import SweepRecord
 def written_while(
     stage: Callable[[], Stage], folder: Path, *, kind: str, name: str, run_id: str, started_at: float
 ) -> Iterator[None]:
-    """Context during which the file has a stage's progress. An error leaves the status in the file; after success, the
-    record has it. stage: returns the current progress. started_at: wall clock."""
+    """Keep a stage's progress in the file during the context. After an error the status remains in the file; after
+    success it is in the record. stage: returns the current progress. started_at: wall clock."""
     status = RUNNING
 
     def state() -> LiveState:
@@ -76,7 +76,7 @@ Record = TypeVar("Record", StudyRecord, SweepRecord)
 
 
 def check_published(config: RunConfig) -> None:
-    """Raise ConfigError for a port in use, or alerts that cannot be delivered, before anything is started."""
+    """Raise ConfigError, before anything is started, if the port is in use or alerts cannot be delivered."""
     chosen_port(config.monitoring.port)
     alert_settings(config.alerts)
 
@@ -93,7 +93,7 @@ class Campaign:
     say: Say
     started_at: float
     under_way: Stage = field(default_factory=lambda: Stage("measuring"))
-    """The measurements for display on a terminal."""
+    """The measurements, as a terminal shows them."""
     mlflow: ParentRun = field(init=False)
     """MLflow run of the campaign, available after `open_run`."""
 
@@ -114,9 +114,9 @@ class Campaign:
         run_id: str = "",
         uri: str = "",
     ) -> None:
-        """Create its run in MLflow, or continue the one with that id. environment: with its commit under `git`.
-        workers: the most of one training. settings: more sections of the config. uri: of MLflow, if not the config's.
-        Raises TrackingError."""
+        """Create the campaign's run in MLflow, or continue the one with that id. environment: with its commit under
+        `git`. workers: maximum of any training. settings: more sections of the config. uri: of MLflow, if not the
+        config's. Raises TrackingError."""
         config, workload = self.config, self.config.workload.name
         self.mlflow = ParentRun.open(
             store.resolve_uri(uri or config.tracking.uri),
@@ -137,11 +137,11 @@ class Campaign:
         )
 
     def measured(self) -> Measured:
-        """Points or trials so far, for Prometheus."""
+        """Number of points or trials so far, for Prometheus."""
         raise NotImplementedError
 
     def shown_in_its_folder(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which live.json shows the progress of the measurements."""
+        """Show the progress of the measurements in live.json during the context."""
         return written_while(
             lambda: self.under_way,
             Path(self.folder.work_dir),
@@ -153,7 +153,7 @@ class Campaign:
 
     @contextlib.contextmanager
     def published(self) -> Iterator[MeasuredMetrics]:
-        """Context in which measurements are published and checked by alert rules. Raises as `check_published` does."""
+        """Publish measurements and check alert rules during the context. Raises the errors of `check_published`."""
         config, folder = self.config, self.folder
         alerts, webhook = alert_settings(config.alerts)
         port = chosen_port(config.monitoring.port)
@@ -189,7 +189,7 @@ class Campaign:
             metrics.leave(status)
 
     def write_with(self, record: Record, write_report: Callable[[Record, Path], list[Path]], status: str) -> Record:
-        """Write the record and its report, to the folder and to MLflow. Returns the record with its locations."""
+        """Write the record and its report to the folder and to MLflow. Returns the record with these locations."""
         record = dataclasses.replace(self.mlflow.identify(record), folder=without_password(self.folder.path))
         here: Path = Path(self.folder.work_dir)
         for root in {self.folder.path, str(here)}:
@@ -201,7 +201,7 @@ class Campaign:
 
 
 def _rays_nodes(config: RunConfig) -> Callable[..., None] | None:
-    """Publisher to the metrics of Ray's nodes, if they accept metrics."""
+    """Publisher to the metrics of Ray's nodes, if these accept metrics."""
     ray = sys.modules.get("ray")  # a local study does without
     if ray is None or not ray.is_initialized() or not cluster.publishes_metrics(config):
         return None

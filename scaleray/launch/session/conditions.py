@@ -1,4 +1,4 @@
-"""Conditions that must be equal for two measurements on one curve: config, code, environment, topology."""
+"""Conditions that all measurements on one curve must share: config, code, environment, topology."""
 
 import hashlib
 import json
@@ -16,15 +16,15 @@ from scaleray.records.study_record import Conditions
 from scaleray.workload import user_modules
 
 OF_THE_GROUP = ("workers", "on_resize", "resize_interval_s", "max_failures", "launch_timeout_s", "collective_timeout_s")
-"""Keys of `scale` about the number of workers and the reaction to a failed one."""
+"""Keys of `scale` for the number of workers and the reaction to a failed one."""
 MOST_DIFFERENCES = 8
 Configs = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
 def conditions_of(config: RunConfig, workload: Any, topology: Mapping[str, Any]) -> Conditions:
-    """The conditions of a measurement made here and now. topology: nodes and how workers are started.
+    """Conditions of a measurement made here and now. topology: nodes, and the way in which workers start.
 
-    The commit is that of the working directory, as for a training: a config may be outside of the checkout."""
+    The commit is that of the working directory, as for a training, since a config may be outside of the checkout."""
     facts = environment()
     git = facts.pop("git", {})
     return Conditions(
@@ -57,8 +57,8 @@ def key_of(conditions: Conditions) -> str:
 
 
 def differences(here: Conditions, there: Conditions, *, configs: Configs | None = None) -> list[str]:
-    """Differences between two conditions, one per line; empty if points may be on one curve. configs: both configs,
-    nested, to show the differing keys."""
+    """Differences between two conditions, one per line; empty if points of both may share a curve. configs: both
+    configs, nested, to show the differing keys."""
     found = []
     if here.config_hash != there.config_hash:
         mine, theirs = (training_of(config) for config in configs or ({}, {}))
@@ -69,7 +69,7 @@ def differences(here: Conditions, there: Conditions, *, configs: Configs | None 
     for name in ("environment", "topology"):
         if getattr(here, f"{name}_hash") != getattr(there, f"{name}_hash"):
             facts = _by_fact(name, getattr(here, name), getattr(there, name))
-            found += facts or [f"{name}: different hashes, but no fact that shows why"]
+            found += facts or [f"{name}: hashes differ, although all known facts are equal"]
     return found
 
 
@@ -85,8 +85,8 @@ def _commit(conditions: Conditions) -> str:
 
 
 def check_same(here: Conditions, there: Conditions, *, whose: str, configs: Configs | None = None) -> None:
-    """Refuse to combine points on one curve that were measured under different conditions. Raises ConfigError with the
-    difference.
+    """Refuse to combine points on one curve that were measured under different conditions: raise ConfigError with the
+    differences.
     """
     found = differences(here, there, configs=configs)
     if found:
@@ -96,13 +96,13 @@ def check_same(here: Conditions, there: Conditions, *, whose: str, configs: Conf
             "was measured under different conditions: "
             "points of one curve need the same config, code, environment and topology",
             "\n  ".join(
-                [*found[:MOST_DIFFERENCES], *more, "measure all points here, or compare the two: scaleray compare"]
+                [*found[:MOST_DIFFERENCES], *more, "measure all points here, or compare both: scaleray compare"]
             ),
         )
 
 
 def _sources(workload: Any) -> dict[str, str]:
-    """Hashes of the workload's files and of scaleray's own."""
+    """Hashes of the source files of the workload and of scaleray."""
     package = Path(scaleray.__file__).parent
     files = {f"scaleray/{path.relative_to(package)}": path for path in sorted(package.rglob("*.py"))}
     for module in user_modules(workload):
@@ -114,7 +114,7 @@ def _sources(workload: Any) -> dict[str, str]:
 def check_same_data(was: str | None, now: str | None, *, what: str, advice: str) -> None:
     """Raise DataError if both hashes (SHA-256 of the training data) are known and differ.
 
-    what: the interrupted run, study or sweep that read the other data. advice: the next step."""
+    what: `run`, `study` or `sweep`, whichever was interrupted. advice: what to do next."""
     if was and now and was != now:
         raise DataError.problem(
             "the training data",

@@ -15,8 +15,8 @@ Config = RunConfig | str | Path | Mapping[str, Any]
 
 
 def whole_config(config: Config, workload: Any = None, base_dir: Path | None = None) -> tuple[RunConfig, Path | None]:
-    """The config, with the workload's name if it has none, and the folder to which its relative paths refer: that of
-    the file, unless `base_dir` is given."""
+    """The config, with the workload's name if it lacks one, and the folder to which its paths are relative: the file's
+    own, unless `base_dir` is given."""
     named = {"workload.name": name_of(workload)} if workload is not None else {}
     if isinstance(config, RunConfig):
         return config, base_dir
@@ -26,7 +26,7 @@ def whole_config(config: Config, workload: Any = None, base_dir: Path | None = N
 
 
 def resolved(config: Config, workload: Any, base_dir: Path | None = None) -> tuple[RunConfig, Path | None, Any]:
-    """The config and folder of `whole_config`, and the given workload as an object."""
+    """The config and folder from `whole_config`, and the workload as an object."""
     whole, base_dir = whole_config(config, workload, base_dir)
     if isinstance(workload, type):
         workload = make_workload(workload, whole.workload.name, whole.workload.args)
@@ -40,8 +40,8 @@ def show_config(
     """Return the resolved config, its hash, and every derived value with its derivation.
 
     config: a RunConfig, a YAML file, or a mapping of dotted keys or sections. workload: a class or an object; None is
-    the config's. data: load its data, which most derived values depend on; without it they are left out. base_dir:
-    folder to which a RunConfig's paths are relative. Raises UsageError."""
+    the config's. data: whether to load its data; most derived values depend on the data and are omitted otherwise.
+    base_dir: folder to which a RunConfig's paths are relative. Raises UsageError."""
     whole, base_dir = whole_config(config, workload, base_dir)
     from scaleray.config.recipe.derive import derive
 

@@ -1,4 +1,4 @@
-"""Facts of an experiment for the registry before it starts, and whether the team's policy lets it start."""
+"""Facts about an experiment for the registry before it starts, and its check against the team's policy."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ POLICY = "scaleray.policy"
 
 
 def check_policy(config: RunConfig) -> None:
-    """Refuse, before anything is started, a config that breaks the team's policy. Raises ConfigError."""
+    """Raise ConfigError, before anything is started, if the config violates the team's policy."""
     _exceptions(config.tracking, known_of(config))
 
 
@@ -30,10 +30,10 @@ def experiment_tags(
     workers: int,
     profiled: bool = False,
 ) -> dict[str, str]:
-    """MLflow tags with facts for the registry that are recorded nowhere else. environment: facts as
-    `reproducibility.fingerprint` found them. data: facts of the training data.
+    """MLflow tags for the registry with facts that are recorded nowhere else. environment: result of
+    `reproducibility.fingerprint`. data: facts about the training data.
 
-    Raises ConfigError if the team's policy is broken."""
+    Raises ConfigError if the team's policy is violated."""
     git = environment.get("git") or {}
     known = {
         **known_of(config),
@@ -50,7 +50,7 @@ def experiment_tags(
 
 
 def plan_tags(tracking: TrackingSettings, known: Mapping[str, Any]) -> dict[str, str]:
-    """Tags of the known fields, after the check of the team's policy. Raises ConfigError if it is broken."""
+    """Tags of the known fields, after a check of the team's policy. Raises ConfigError if it is violated."""
     policy, broken = _exceptions(tracking, known)
     tags = {
         fields.OWNER: known.get("owner"),
@@ -76,7 +76,7 @@ def _exceptions(tracking: TrackingSettings, known: Mapping[str, Any]) -> tuple[s
 
 
 def known_of(config: RunConfig) -> dict[str, Any]:
-    """Values of the config by field: its keys, and the registry's names for some of them."""
+    """The config's values, by key and by the registry's names for some of the keys."""
     values = dict(leaves(config.to_dict(), of_lists=False))
     return {
         **values,
@@ -91,7 +91,7 @@ def known_of(config: RunConfig) -> dict[str, Any]:
 
 
 def _device(config: RunConfig, environment: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> str:
-    """Hardware of one worker: the name of its GPU, or of the processor that workers share."""
+    """Hardware of one worker: the name of its GPU, or of the CPU that workers share."""
     if not config.scale.gpus:
         return str((environment.get("cpu") or {}).get("model") or "CPU")
     of_nodes = [str(node["accelerator"]) for node in nodes if node.get("accelerator")]

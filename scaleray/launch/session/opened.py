@@ -1,4 +1,4 @@
-"""First steps of every command: absolute paths, a name, and access to Ray."""
+"""First steps of every command: make paths absolute, choose a name, and connect to Ray."""
 
 import contextlib
 import os
@@ -22,12 +22,12 @@ LAUNCHERS = (
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("mpiexec", "PMI_RANK", "PMI_SIZE"),
 )
-"""Programs that start a command several times, and the variables with each copy's number and their count."""
+"""Launchers that start several copies of a command, with their variables for a copy's number and the count."""
 
 
 def check_started_once(say: Say) -> None:
-    """Refuse all but the first copy of a command that a launcher has started several times; the first continues with a
-    warning. Raises ClusterError.
+    """Raise ClusterError in all but the first copy of a command that a launcher has started several times; log a
+    warning in the first.
     """
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:  # a job of a Ray that a launcher has started on each node
         return
@@ -38,9 +38,9 @@ def check_started_once(say: Say) -> None:
         if int(number) > 0:
             raise ClusterError(
                 "this process",
-                f"copy {int(number) + 1} of {copies}, started by {launcher}",
-                "one command starts all workers, and the first copy is that command",
-                "start scaleray once, with --scale.workers for the number of workers",
+                f"copy {int(number) + 1} of {copies} started by {launcher}",
+                "one command starts all workers, and the first copy does so",
+                "start scaleray once, and set the number of workers with --scale.workers",
             )
         say(
             f"warning: {launcher} started {copies} copies of this command ({size}={copies}); this one trains with "
@@ -50,7 +50,7 @@ def check_started_once(say: Say) -> None:
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The config with absolute paths, which are valid in every process."""
+    """The config with all paths absolute, so that they are valid in every process."""
     checkpoint, workload = config.checkpoint, config.workload
     storage_path = absolute_path(checkpoint.storage_path)
     paths = {"checkpoint.storage_path": storage_path}
@@ -64,37 +64,37 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def _path_of_weights(weights: str, storage_path: str) -> str:
-    """Path of `workload.weights`: the given one, or that of the run of this name in the storage path."""
+    """Path of `workload.weights`: as given, or of the run with this name in the storage path."""
     path, in_storage = absolute_path(weights), f"{storage_path.rstrip('/')}/{weights}"
     is_name = "/" not in weights and not Path(path).exists()
     return in_storage if is_name and Path(in_storage).is_dir() else path
 
 
 def check_local(config: RunConfig) -> None:
-    """Raise ConfigError for GPUs under `--local`, where workers are gloo processes."""
+    """Raise ConfigError for GPUs with `--local`, whose workers are gloo processes on CPUs."""
     if config.scale.gpus:
         raise ConfigError(
             "scale.gpus_per_worker",
             config.scale.gpus,
-            "--local uses gloo processes on the CPU",
+            "--local runs gloo processes on CPUs",
             "add --scale.gpus-per-worker 0, or leave --local out",
         )
 
 
 def forbid_ray() -> None:
-    """Keep a Ray Dataset in a local run from starting a cluster implicitly."""
+    """Prevent a Ray Dataset in a local run from starting a cluster implicitly."""
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 
 def check_learning_rate(config: RunConfig, workload: Any) -> None:
-    """Raise ConfigError if there is no learning rate."""
+    """Raise ConfigError if neither the config nor the workload sets a learning rate."""
     if config.optimizer.learning_rate is None and not brings_optimizer(workload):
         raise missing_rate("the workload has no optimizer() of its own")
 
 
 @contextlib.contextmanager
 def connected_unless(config: RunConfig, *, local: bool) -> Iterator[None]:
-    """Context in which Ray is connected, or forbidden if the command runs locally."""
+    """Context in which Ray is connected, or disabled if the command runs locally."""
     if local:
         forbid_ray()
         yield
@@ -105,8 +105,8 @@ def connected_unless(config: RunConfig, *, local: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_folder(config: RunConfig, kind: str, started_at: float) -> Iterator[RunFolder]:
-    """A folder that is completed at the end of the context, and removed if it is empty. kind: first part of its default
-    name. started_at: in Unix seconds."""
+    """A folder that is completed at the end of the context, and removed if empty. kind: first part of its default name.
+    started_at: in Unix seconds."""
     started = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(started_at))}-{int(started_at * 1000) % 1000:03d}"
     folder = RunFolder.reserve(config, f"{kind}-{config.workload.stem}-{started}")
     try:

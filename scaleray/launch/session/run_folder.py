@@ -1,4 +1,4 @@
-"""The folder of one run, local or in a bucket: reserved before anything starts, or opened again to continue a run."""
+"""The folder of one run, local or in a bucket: reserve it before anything starts, or reopen it to continue a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LOCKS: dict[str, IO[str]] = {}
 class RunFolder:
     """The folder of one run.
 
-    name: the run's name. path: local path or URI. work_dir: a local folder, either the same or one to upload from."""
+    name: the run's name. path: local path or URI. work_dir: local folder, either the same or one to upload from."""
 
     name: str
     path: str
@@ -35,10 +35,10 @@ class RunFolder:
 
     @classmethod
     def reserve(cls, config: RunConfig, default_name: str | None = None) -> RunFolder:
-        """Create the folder, which shows that it can be written. Raises StorageError.
+        """Create the folder, which proves that it is writable. Raises StorageError.
 
-        default_name: name if the user gave none; None: a training's own. A name in use is a ConfigError: Ray Train
-        would silently resume the old run under it."""
+        default_name: name if the user gave none; None: a training's default. Raises ConfigError for a name in use,
+        under which Ray Train would silently resume the old run."""
         import pyarrow.fs
 
         name = (
@@ -70,7 +70,7 @@ class RunFolder:
             raise ConfigError(
                 "checkpoint.copy_path",
                 config.checkpoint.copy_path,
-                f"it holds checkpoints of another run called {name}",
+                f"it has checkpoints of another run called {name}",
                 "choose another name or path, or remove them",
             )
         if exists:
@@ -78,13 +78,13 @@ class RunFolder:
                 "tracking.run_name",
                 name,
                 f"{path} exists already",
-                f"to continue that run: --resume {path}; else choose another name, or leave it out for a unique one",
+                f"continue that run with --resume {path}, choose another name, or leave it out for a unique one",
             )
         return cls(name, path, _work_dir(path))._locked()
 
     @classmethod
     def reopen(cls, path: str) -> RunFolder:
-        """The folder of an interrupted run. Raises StorageError while another process is writing it."""
+        """The folder of an interrupted run. Raises StorageError while another process is writing to it."""
         name = path.partition("?")[0].rstrip("/").rpartition("/")[2]
         return cls(name, path, _work_dir(path))._locked()
 
@@ -96,14 +96,12 @@ class RunFolder:
                 is_ours = lock(file)
             except OSError as exc:
                 is_ours = True
-                text = "%s cannot be locked (%s): do not start a second process that writes this run"
+                text = "%s cannot be locked (%s): do not start a second process that writes to this run"
                 logging.getLogger(__name__).warning(text, self.path, exc.strerror)
             if not is_ours:
                 file.close()
                 raise StorageError.problem(
-                    f"the run folder {self.path}",
-                    "is being written by another process",
-                    "wait until that run has ended",
+                    f"the run folder {self.path}", "is in use by another process", "wait until that process has ended"
                 )
             _LOCKS[self.path] = file
         return self
@@ -120,7 +118,7 @@ class RunFolder:
         return self.path == self.work_dir
 
     def local(self, names: Sequence[str]) -> list[str]:
-        """Files of the run folder as local files, which MLflow requires; for a bucket, only until `complete`."""
+        """Local files of the run folder, as MLflow requires; for a bucket, they exist only until `complete`."""
         if self.is_local:
             return [f"{self.path}/{name}" for name in names]
         fetched = Store(self._fetched)
@@ -144,7 +142,7 @@ class RunFolder:
             shutil.rmtree(folder, ignore_errors=True)
 
     def remove_if_empty(self) -> None:
-        """Remove an unused local folder. Files of a failed run are kept."""
+        """Remove an unused local folder; files of a failed run are kept."""
         if self.is_local:
             with contextlib.suppress(OSError):
                 if {entry.name for entry in Path(self.path).iterdir()} <= {".lock"}:
@@ -161,7 +159,7 @@ class RunFolder:
 
 
 def unique_name(start: str) -> str:
-    """Unique name: the given beginning, the time and some random digits."""
+    """Unique name: the given prefix, the time and some random digits."""
     return f"{start}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 

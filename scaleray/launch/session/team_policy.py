@@ -1,15 +1,15 @@
 """A team's policy for every training, study, sweep, plan and profile before it starts: a YAML file with two levels.
 
-    invariants:            # never to be broken
+    invariants:            # must always hold
       purpose: required
       uncommitted: false
       global_batch: {max: 8192}
-    constraints:           # may be broken with a reason, which is recorded
+    constraints:           # may be violated for a recorded reason
       gpus: {min: 2, max: 64}
       rule: {in: [linear, sqrt]}
 
-A field is one of the registry's or a key of the config. Its value must be known (`required`), equal to a value, one of
-a list, or within bounds.
+A field is a field of the registry or a key of the config. A rule requires a known value (`required`), a certain value,
+one of a list, or one within bounds.
 """
 
 import hashlib
@@ -28,23 +28,23 @@ from scaleray.records.experiment import REQUIRED
 KEY = "tracking.policy"
 LEVELS = ("invariants", "constraints")
 OWN_FIELDS = (*REQUIRED, "gpus", "model", "strategy", "uncommitted")
-"""Fields of a policy in addition to the keys of the config."""
+"""Fields of a policy besides the keys of the config."""
 BOUNDS = ("min", "max", "in")
 HINTS = {
-    "owner": "name the person responsible: --tracking.owner NAME",
+    "owner": "name the responsible person: --tracking.owner NAME",
     "purpose": "state its purpose: --tracking.purpose 'WORDS'",
-    "cost": "state the price of a worker: --study.price-per-worker-hour PRICE",
+    "cost": "give the price of a worker: --study.price-per-worker-hour PRICE",
     "uncommitted": "commit the changes, so that the code can be found again",
     "code": "run it in a git checkout, or set GIT_COMMIT to the commit",
-    "data_hash": "train on rows whose content can be hashed",
+    "data_hash": "use training data whose content can be hashed",
 }
-"""Advice for each field that breaks a policy."""
+"""Advice for each field that violates a policy."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Values that a field may have. least, most: bounds. one_of: None for any value that is known. where: file and
-    line."""
+    """Allowed values of a field. least, most: bounds. one_of: allowed values; None allows any known one. where: file
+    and line."""
 
     field: str
     where: str
@@ -87,7 +87,7 @@ class Rule:
         level = "a constraint" if self.may_break else "an invariant"
         wanted = f"{level} of the team's policy requires it"
         if self.allowed:
-            wanted = f"it must be {self.allowed} by {level} of the team's policy"
+            wanted = f"{level} of the team's policy requires {self.allowed}"
         return ConfigError(f"{self.where} {self.field}", found, wanted, hint)
 
 
@@ -99,8 +99,8 @@ class TeamPolicy:
     rules: tuple[Rule, ...]
 
     def check(self, values: Mapping[str, Any], *, reason: str | None) -> list[str]:
-        """Constraints that these values break, each as text with the reason. Rules of missing fields are left for
-        later. Raises ConfigError for a broken invariant, or a missing reason."""
+        """Constraints that these values violate, each as text with the reason. Rules for absent fields are checked
+        later. Raises ConfigError for a violated invariant, or if the reason is missing."""
         broken = []
         for rule in self.rules:
             if rule.field not in values or rule.holds(found := values[rule.field]):
@@ -112,7 +112,7 @@ class TeamPolicy:
 
 
 def read_team_policy(path: str | Path) -> TeamPolicy:
-    """Read a policy file. Raises ConfigError with file and line if it is not a policy."""
+    """Read a policy file. Raises ConfigError with file and line if it is invalid."""
     place = Path(path).expanduser()
     try:
         text = place.read_text(encoding="utf-8")
@@ -132,7 +132,7 @@ def read_team_policy(path: str | Path) -> TeamPolicy:
 
 def _rules(loader: BoundedLoader, node: yaml.Node | None, name: str) -> list[Rule]:
     if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{KEY} {name}", "not a mapping", f"it must hold the sections {', '.join(LEVELS)}")
+        raise ConfigError(f"{KEY} {name}", "not a mapping", f"it must have the sections {', '.join(LEVELS)}")
     found: list[Rule] = []
     for key, section in node.value:
         where, level = f"{name}:{key.start_mark.line + 1}", str(key.value)
@@ -141,7 +141,7 @@ def _rules(loader: BoundedLoader, node: yaml.Node | None, name: str) -> list[Rul
             hint = f"did you mean {near[0]}?" if near else f"sections are {', '.join(LEVELS)}"
             raise ConfigError.problem(f"{where} {level}", "is an unknown section", hint)
         if not isinstance(section, yaml.MappingNode):
-            raise ConfigError(f"{where} {level}", "not a mapping", "it must hold fields with their rules")
+            raise ConfigError(f"{where} {level}", "not a mapping", "it must map fields to rules")
         found += [
             _rule(field, loader.construct_object(value, deep=True), name, may_break=level == "constraints")
             for field, value in section.value
@@ -154,20 +154,20 @@ def _rule(key: yaml.Node, value: Any, name: str, *, may_break: bool) -> Rule:
     known = [*OWN_FIELDS, *known_keys()]
     if field not in known:
         near = near_words(field, known)
-        hint = f"did you mean {near[0]}?" if near else f"fields are {', '.join(OWN_FIELDS)}, and keys of the config"
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(OWN_FIELDS)}, or a key of the config"
         raise ConfigError.problem(f"{where} {field}", "is an unknown field", hint)
     bounds = value if isinstance(value, dict) else {} if value == "required" else {"in": value}
     if "in" in bounds and not isinstance(bounds["in"], list):
         bounds = {**bounds, "in": [bounds["in"]]}
     if not _are_bounds(bounds) or (not bounds and value != "required"):
-        allowed = "its value must be required, a value, a list, or bounds such as {min: 2, max: 64}"
+        allowed = "a rule is `required`, a value, a list, or bounds such as {min: 2, max: 64}"
         raise ConfigError(f"{where} {field}", value, allowed)
     one_of = tuple(bounds["in"]) if "in" in bounds else None
     return Rule(field, where, may_break, bounds.get("min"), bounds.get("max"), one_of)
 
 
 def _are_bounds(bounds: Mapping[Any, Any]) -> bool:
-    """Whether these are valid bounds: known names with numbers."""
+    """Whether these bounds are valid: known names with numbers."""
     numbers = [bounds[name] for name in ("min", "max") if name in bounds]
     values = bounds.get("in", ["any"])
     return (

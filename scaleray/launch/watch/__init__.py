@@ -1,1 +1,1 @@
-"""Observation of live runs without disturbing them: `scaleray watch`."""
+"""Watch live runs without disturbing them: `scaleray watch`."""

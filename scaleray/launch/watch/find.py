@@ -1,5 +1,5 @@
-"""Choice of the run to watch and of its source: its folder on this machine, its recorder in a cluster, or MLflow. The
-folder comes first, since it needs no Ray, no MLflow and no answer from the run."""
+"""Find the run to watch, and a source of its state: its folder on this machine, its recorder in a cluster, or MLflow.
+The folder is preferred, since it needs no Ray, no MLflow and no answer from the run."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from scaleray.recording.store import resolve_uri
 from scaleray.records.live_state import FILE, LOST, LiveState
 
 ANSWER_S = 10.0
-"""Seconds within which a recorder answers, even if its cores are busy."""
+"""Seconds within which a recorder must answer; enough even if its cores are busy."""
 
 Ask = Callable[[], LiveState]
 
 
 class RecorderGone(Exception):
-    """The queried recorder has ended or cannot be reached any more."""
+    """The queried recorder has ended or can no longer be reached."""
 
 
 @contextlib.contextmanager
 def cluster_runs() -> Iterator[Callable[[], list[tuple[LiveState, Ask]]]]:
-    """A function that returns the live runs of the cluster of RAY_ADDRESS, each with a function that queries it again,
-    while the context lasts. Raises ClusterError."""
+    """Yield a function that returns the live runs of the cluster of RAY_ADDRESS, each with a function that queries it
+    again; both work during the context. Raises ClusterError."""
     address = os.environ["RAY_ADDRESS"]
     if address.startswith(("http://", "https://")):
         raise ClusterError(
             "RAY_ADDRESS",
             address,
-            "it is the address of the dashboard, by which jobs are submitted",
+            "it is the address of the dashboard, which only accepts jobs",
             "give HOST:6379, or ray://HOST:10001 from outside the cluster",
         )
     with joined(address, name="RAY_ADDRESS"):
@@ -80,12 +80,12 @@ def asking(actor: Any) -> Ask:
 
 
 MLFLOW_EVERY_S = 5.0
-"""Minimum seconds between two queries of MLflow, which receives a point only every few steps."""
+"""Minimum seconds between queries of MLflow, which receives a point only every few steps."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A watched run. where: source of its state, as text. least_s: minimum seconds between two queries."""
+    """A watched run. where: source of its state, as text. least_s: minimum seconds between queries."""
 
     look: Callable[[], LiveState]
     where: str
@@ -93,8 +93,8 @@ class Watched:
 
 
 def find_watched(run: str, stack: contextlib.ExitStack, *, uri: str | None = None) -> Watched:
-    """The run that `run` names: a folder or bucket, a name in the storage path or in the cluster of RAY_ADDRESS, or an
-    id or name in MLflow. stack: holds the connection to the cluster. Raises UsageError."""
+    """Find the run that `run` names: by folder or bucket, by name in the storage path or in the cluster of RAY_ADDRESS,
+    or by id or name in MLflow. stack: keeps the connection to the cluster. Raises UsageError."""
     known = _in_folders(run, uri)
     if known is not None and not known.look().has_ended:
         return known
@@ -116,8 +116,8 @@ def find_watched(run: str, stack: contextlib.ExitStack, *, uri: str | None = Non
 
 
 def watched_runs(stack: contextlib.ExitStack) -> Callable[[], list[LiveState]]:
-    """A function that returns all runs of this machine's storage path and of the cluster of RAY_ADDRESS that are active
-    or ended within the last hour. stack: holds the connection. Raises ClusterError."""
+    """Return a function that lists the runs of this machine's storage path and of the cluster of RAY_ADDRESS that are
+    active or ended within the last hour. stack: keeps the connection. Raises ClusterError."""
     in_cluster = stack.enter_context(cluster_runs()) if os.environ.get("RAY_ADDRESS", "local") != "local" else list
 
     def look() -> list[LiveState]:
@@ -172,7 +172,7 @@ def _in_folders(run: str, uri: str | None) -> Watched | None:
         raise TrackingError(
             "RUN",
             run,
-            f"it is not the folder of a run: it has no run.json, {FILE} or record.json",
+            f"it is not the folder of a run, as it has no run.json, {FILE} or record.json",
             f"runs in it: {', '.join(inside[:5])}" if inside else "give a run's folder, name or id; --all shows all",
         )
     return None
@@ -181,12 +181,12 @@ def _in_folders(run: str, uri: str | None) -> Watched | None:
 def _of_folder(folder: Path) -> LiveState:
     state = state_in_folder(folder)
     if state is None:
-        raise TrackingError("the run folder", str(folder), "it is gone", "it was moved or removed while it was watched")
+        raise TrackingError("the run folder", str(folder), "it no longer exists", "someone moved or removed it")
     return state
 
 
 def _in_bucket(location: Store, uri: str | None) -> Watched | None:
-    """A run in a bucket, which has a state only once it has ended; before that, MLflow has it."""
+    """A run in a bucket, where its state is stored only at its end; until then, MLflow has the state."""
     where = without_password(location.root)
     with contextlib.suppress(OSError, ValueError, TypeError):
         state = LiveState.from_json(location.read(FILE))
@@ -201,7 +201,7 @@ def _in_cluster(run: str, stack: contextlib.ExitStack) -> Watched | None:
     found = [(state, ask) for state, ask in stack.enter_context(cluster_runs())() if run in (state.name, state.run_id)]
     if len(found) > 1:
         ids = ", ".join(f"{state.run_id or 'not yet in MLflow'} ({state.run_dir})" for state, _ in found)
-        raise TrackingError("RUN", run, f"{len(found)} runs of the cluster have this name: {ids}", "give the id of one")
+        raise TrackingError("RUN", run, f"{len(found)} runs of the cluster have this name: {ids}", "give an id")
     if not found:
         return None
     last, ask = found[0]
@@ -218,7 +218,7 @@ def _in_cluster(run: str, stack: contextlib.ExitStack) -> Watched | None:
 
 
 def _after_its_recorder(last: LiveState) -> LiveState:
-    """The end of a run whose recorder is gone: a recorder ends with its run."""
+    """State of a run whose recorder is gone, which normally means that the run has ended."""
     here = Path(last.run_dir)
     if (state := state_in_folder(here) if here.is_absolute() else None) is not None and state.name == last.name:
         return state

@@ -1,1 +1,1 @@
-"""Worker processes: in this process, as gloo processes or under Ray, and reports of their failures."""
+"""Run workers in this process, as gloo processes or under Ray, and report their failures."""

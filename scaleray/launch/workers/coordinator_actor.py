@@ -1,4 +1,4 @@
-"""The coordinator of recoveries as a Ray actor next to the driver, apart from all workers."""
+"""The coordinator of recoveries, as a Ray actor on the driver's node, separate from all workers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from scaleray.training.setup.stores import StorePlace
 
 
 def spawn_coordinator(config: RunConfig, recorder: Any) -> Any:
-    """The actor. recorder: actor that records each loss. If its process is lost, the training continues without it, and
-    Ray starts another one for the workers of a restart."""
+    """Start the actor. recorder: actor that records each loss. If the coordinator's process is lost, the training
+    continues without it, and Ray starts another one for restarted workers."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -1,4 +1,4 @@
-"""The process from which gloo processes are forked. It imports their modules once, as torch alone takes seconds.
+"""The process from which gloo processes are forked. It imports their modules once, since torch alone takes seconds.
 
 This module has no slow imports, so a command can start the process before anything else."""
 
@@ -21,7 +21,7 @@ OF_A_CHECK = PRELOADED[:1]
 
 
 def begin_imports(modules: Sequence[str] = PRELOADED) -> None:
-    """Start the imports of that process, concurrently with this one; does nothing if it is running."""
+    """Start that process and its imports in the background; does nothing if it is running."""
     keep_compiled_code_here()
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
     with without_main():
@@ -30,8 +30,8 @@ def begin_imports(modules: Sequence[str] = PRELOADED) -> None:
 
 @contextlib.contextmanager
 def without_main() -> Iterator[None]:
-    """Context in which processes start without the main script, which they would run from its beginning; its
-    definitions reach them by value."""
+    """Context in which processes start without the main script, which they would execute from its beginning. They
+    receive its definitions by value."""
     main = sys.modules["__main__"]
     hidden: dict[str, Any] = {name: main.__dict__[name] for name in ("__file__", "__spec__") if name in main.__dict__}
     try:

@@ -1,4 +1,4 @@
-"""Groups of plain gloo processes on this machine, without Ray: the same checks without the cost of a cluster."""
+"""Groups of plain gloo processes on this machine, which run the same checks without the cost of a Ray cluster."""
 
 import contextlib
 import gc
@@ -41,12 +41,12 @@ HOST = "127.0.0.1"
 GRACE_S = 10.0  # seconds after a rank's error for what the others have to say
 ENDED = "the process ended"
 TOLD, ASKED = "told", "asked"
-"""First element of a process's messages, instead of its success."""
+"""First element of a process's messages, in place of its success."""
 
 
 @dataclass(frozen=True)
 class UserCode:
-    """Reference by which a process finds the workload: its name, or the object itself."""
+    """Reference through which a process gets the workload: its name, or the object itself."""
 
     name: str | None
     args: Mapping[str, Any]
@@ -60,13 +60,13 @@ class UserCode:
 
 @dataclass(frozen=True)
 class OnFirst:
-    """Argument for rank 0 only, as it may be large; all other ranks get None."""
+    """Argument for rank 0 only, since it may be large; all other ranks get None."""
 
     value: Any
 
 
 class GlooProcesses:
-    """`world_size` processes that run one function after another in groups of any size up to that."""
+    """`world_size` processes that run functions one after another, in groups of up to this size."""
 
     def __init__(self, processes: list[Any], pipes: list[Connection], timeout_s: float, watched_in: str | None) -> None:
         self._processes, self._pipes, self._timeout_s = processes, pipes, timeout_s
@@ -83,9 +83,9 @@ class GlooProcesses:
     ) -> Any:
         """Result of `function(place, *args)` on rank 0. Raises the error of a rank.
 
-        workload: the object that each process replaces by its own. on_message: receives messages at once; a process
-        sends one by calling the function that replaces TELL in its arguments, and gets the returned value as the answer
-        if it waits for one."""
+        workload: the object that each process replaces by its own. on_message: receives messages at once. A process
+        sends one with the function that replaces TELL in its arguments; if it waits for an answer, it gets the value
+        that on_message returns."""
         self._num_groups += 1
         watch = None if self._watched_in is None else (self._watched_in, f"{self._started_at}-{self._num_groups}")
         for pipes, is_first in ((self._pipes[:1], True), (self._pipes[1:world_size], False)):
@@ -137,8 +137,8 @@ def gloo_processes(
 ) -> Iterator[GlooProcesses]:
     """Start the processes, and end them with the context.
 
-    timeout_s: time limit of a collective. watched_in: folder for the accounts of trainings that hang; None: they are
-    not watched."""
+    timeout_s: time limit of a collective. watched_in: folder for reports of trainings that hang; None: do not watch
+    them."""
     keep_compiled_code_here()
     meeting = OwnedStore(HOST)
     store = open_store(meeting.place)  # the server
@@ -224,7 +224,7 @@ def _serve(rank: int, meeting: StorePlace, user_code: bytes, pipe: Connection, e
 def _watching(
     place: RankContext, watch: tuple[str, str] | None, timeout_s: float
 ) -> contextlib.AbstractContextManager[object]:
-    """Context in which this process's trainings are watched. watch: folder and name of the group."""
+    """Context in which this process's trainings are watched for hangs. watch: folder and name of the group."""
     if watch is None:
         return contextlib.nullcontext()
     from scaleray.training.health.group_watch import GroupWatch
@@ -239,26 +239,26 @@ class Teller:
         self._pipe = pipe
 
     def __call__(self, value: Any) -> None:
-        """Send a message. One thread at a time."""
+        """Send a message. Not for concurrent use by threads."""
         self._pipe.send((TOLD, value))
 
     def ask(self, value: Any, saying: contextlib.AbstractContextManager[object]) -> Any:
-        """Send a message and wait for the answer, in one thread only. saying: held while sending, not while waiting."""
+        """Send a message and wait for the answer, in one thread only. saying: lock for sending, not for waiting."""
         with saying:
             self._pipe.send((ASKED, value))
         return self._pipe.recv()
 
 
 class _Tell:
-    """Placeholder for the function by which a process sends messages to the one that started it."""
+    """Placeholder for the function with which a process sends messages to the one that started it."""
 
 
 TELL = _Tell()
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler that omits the workload, since a class from a user's file exists in this process only, and takes
-    functions and classes of the main script or notebook by value, as no other process imports it."""
+    """Pickler that omits the workload, since a class from a user's file exists only in this process. It pickles
+    functions and classes of the main script or notebook by value, since no other process imports it."""
 
     workload: Any = TELL
 
@@ -274,7 +274,7 @@ class _Pickler(pickle.Pickler):
 
 
 def pickled(value: Any, workload: Any = TELL) -> bytes:
-    """A value for processes that this one starts. workload: the object that each process replaces by its own."""
+    """Pickle a value for processes that this one starts. workload: the object that each process replaces by its own."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     pickler.workload = workload
@@ -292,7 +292,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _first_cause(failures: dict[int, tuple[BaseException | None, str]]) -> BaseException:
-    """The failure that caused the others, if there is one: ranks that only lost their peer are less informative."""
+    """The failure that caused the others, if it is known; ranks that only lost a peer are less informative."""
     for rank, (_, text) in sorted(failures.items()):
         if text.startswith(ENDED):
             return RunFailedError(f"rank {rank} failed: {text}")
@@ -306,7 +306,7 @@ def _first_cause(failures: dict[int, tuple[BaseException | None, str]]) -> BaseE
 
 
 def _ended_with(code: int | None) -> str:
-    """Description of a process that has ended without a message."""
+    """Description of how a process ended that sent no result."""
     if code != -signal.SIGKILL:
         return f"{ENDED} with code {code}"
     return f"{ENDED} by SIGKILL, as the system does when memory runs out: use fewer workers or a smaller model"

@@ -1,4 +1,4 @@
-"""Combine the accounts that the ranks wrote when a training hung into one explanation of its failure."""
+"""Combine the dumps that ranks wrote when a training hung into one explanation of its failure."""
 
 import itertools
 import logging
@@ -21,7 +21,7 @@ FILE = re.compile(r"rank-(\d+)\.(json|txt)$")
 OTHERS_WRITE_S = 2.0  # seconds for what other ranks write when one was lost
 MISMATCHES = (Kind.OTHER_CALL, Kind.OTHER_SIZE, Kind.OTHER_TYPE)
 ENDED_IN_A_COLLECTIVE = (
-    "gloo ends a process that receives more than fits its buffer: compare sizes and dtypes of this call on all ranks"
+    "gloo ends a process that receives more than its buffer holds: compare sizes and dtypes of this call on all ranks"
 )
 
 
@@ -33,8 +33,8 @@ class HangReport:
     dumps: Mapping[int, RankDump]
 
     def explanation(self) -> str:
-        """The collective, the missing ranks, each rank's line, and the files with details; empty if the dumps show only
-        that a worker is gone."""
+        """Text with the collective, the missing ranks, each rank's source line, and the files with details; empty if
+        the dumps only show that a worker is gone."""
         found = find(self.dumps)
         without_calls = [dump for dump in self.dumps.values() if dump.calls is None]
         if found is None and not without_calls:
@@ -48,14 +48,14 @@ class HangReport:
 
     def is_still_written(self, num_ranks: int) -> bool:
         """Whether dumps are still being written: one is incomplete, or a signal ended a process and some ranks have not
-        written theirs yet."""
+        yet written one."""
         if not all(dump.is_complete for dump in self.dumps.values()):
             return True
         is_ended = any(dump.calls is None and dump.why != LOCKED for dump in self.dumps.values())
         return is_ended and len(self.dumps) < num_ranks
 
     def _is_hang(self) -> bool:
-        """Whether some rank hung, rather than lose another one at once."""
+        """Whether a rank hung, rather than all failing at once on a lost peer."""
         return any(not dump.is_after_error for dump in self.dumps.values())
 
 
@@ -66,7 +66,7 @@ def explain_hang(run_path: str, heartbeats: Sequence[Heartbeat]) -> str:
 
 
 def with_explanation(error: BaseException, run_path: str, group: str, num_ranks: int) -> BaseException:
-    """The error of the group of that name, with the accounts of its ranks, if there are any. group: the name given to
+    """The group's error with the explanation from its ranks' dumps, if there are any. group: the name given to
     `GroupWatch`."""
     if not isinstance(error, RunFailedError):
         return error
@@ -93,7 +93,7 @@ def _explained(read: Callable[[], HangReport | None], num_ranks: int) -> str:
 
 
 def read_report(run_path: str, heartbeats: Sequence[Heartbeat]) -> HangReport | None:
-    """Dumps of the workers with these last heartbeats; None if they left none."""
+    """Dumps of the workers that sent these last heartbeats; None if they left none."""
     hangs = Store(run_path).child(HANGS)
     newest = hangs.names()[-1:]  # named by the time of their start
     if not newest:
@@ -104,7 +104,7 @@ def read_report(run_path: str, heartbeats: Sequence[Heartbeat]) -> HangReport | 
 
 
 def group_report(run_path: str, group: str) -> HangReport | None:
-    """Dumps of the processes of one group, which has its folder to itself; None if they left none."""
+    """Dumps of one group's processes, which have a folder to themselves; None if they left none."""
     store = Store(run_path).child(HANGS).child(group)
     dumps = _dumps(store, None)
     return HangReport(store, dumps) if dumps else None
@@ -143,7 +143,7 @@ def _read(store: Store, entry: Entry, beat: Heartbeat | None) -> RankDump | None
 
 
 def to_text(found: Desync, dumps: Mapping[int, RankDump], *, most_lines: int = 6) -> str:
-    """Describe the fault in a sentence, followed by the source line of each rank of the group."""
+    """Describe the fault in one sentence, followed by each rank's source line."""
     said = [_sentence(found)]
     if found.hint:
         said.append(found.hint)
@@ -163,7 +163,7 @@ def ranks_by_line(dumps: Mapping[int, RankDump], *, most_lines: int = 6) -> list
             places.setdefault((place_of(dump.stands_on), why), []).append(rank)
     found = sorted(places.items(), key=lambda item: (len(item[1]), item[1]))
     said = [f"{ranks(at)} {'is' if len(at) == 1 else 'are'} at {where}{why}" for (where, why), at in found]
-    return said[:most_lines] + ([f"and at {len(said) - most_lines} other places"] if len(said) > most_lines else [])
+    return said[:most_lines] + ([f"and at {len(said) - most_lines} other lines"] if len(said) > most_lines else [])
 
 
 def _sentence(found: Desync) -> str:
@@ -179,7 +179,7 @@ def _sentence(found: Desync) -> str:
     verb = "waits" if len(found.waiting) == 1 else "wait"
     wait = f"{ranks(found.waiting)} {verb} in {what}, {found.call}{called_from(found.call)}"
     if found.kind == Kind.UNFINISHED:
-        return f"{wait}: all ranks reached it but it does not end: check the network between them"
+        return f"{wait}: all ranks reached it, but it did not finish: check the network between them"
     text = f"{wait}: {ranks(found.missing)} did not arrive"
     if found.and_then is not None:
         text += f", since {_sentence(found.and_then)}"
@@ -187,7 +187,7 @@ def _sentence(found: Desync) -> str:
 
 
 def ranks(numbers: Iterable[int]) -> str:
-    """Ranks in short form: rank 3, or ranks 0, 2-7."""
+    """Ranks in short form, such as `rank 3` or `ranks 0, 2-7`."""
     ordered = sorted(numbers)
     runs = []
     for _, run in itertools.groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0]):

@@ -1,9 +1,9 @@
-"""Ray's TorchTrainer without the helpers that a run here does not use. Overrides private methods of Ray Train, see
-`scaleray/common/private_parts.py`; it is imported only if that part is used.
+"""Ray's TorchTrainer without the helper processes that runs here do not use. Overrides private methods of Ray Train,
+see `scaleray/common/private_parts.py`; imported only if that part is used.
 
 Measured on 2 cores, CPU seconds before the first step: PlacementGroupCleaner 1.4, DatasetManager 1.3, the autoscaling
-coordinator 1.2, torch in the controller 1.2. Each of the first three is a separate process, and workers start after the
-last two. The controller imports this module, which therefore imports no torch."""
+coordinator 1.2, torch in the controller 1.2. The first three are separate processes, and workers wait for the last two.
+The controller imports this module, which therefore does not import torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer
 
 CLEANER = "PlacementGroupCleanerCallback"
-"""Callback that removes the placement group of a controller that died; `run/trainer.py` does so for a run, and the end
-of the driver for all others."""
+"""Callback that removes a dead controller's placement group; `run/trainer.py` does so for a run, and the driver's end
+for all else."""
 DATASETS = "DatasetsCallback"
-"""Callback that deals out Ray Datasets, and starts a process for it even if there are none."""
+"""Callback that distributes Ray Datasets, and starts a process for this even if there are none."""
 
 
 def lean_trainer(worker: Any, *, datasets: dict[str, Any] | None, **arguments: Any) -> TorchTrainer:
@@ -52,7 +52,7 @@ def lean_trainer(worker: Any, *, datasets: dict[str, Any] | None, **arguments: A
 
 
 class InheritingWorkers(WorkerGroup):
-    """Workers that inherit the environment of their node or job: setting one for each would cost a process."""
+    """Workers that inherit the environment of their node or job; setting one for each would cost a process."""
 
     @staticmethod
     def _get_worker_runtime_env(custom_runtime_env: Any) -> dict[str, Any]:
@@ -60,13 +60,13 @@ class InheritingWorkers(WorkerGroup):
 
 
 class TrainController(controller.TrainController):
-    """A controller of such workers."""
+    """Controller of workers that inherit their environment."""
 
     worker_group_cls = InheritingWorkers
 
 
 class WithoutAutoscaler(FixedScalingPolicy):
-    """A fixed number of workers on existing nodes, so that no further ones are requested."""
+    """Scaling policy with a fixed number of workers on existing nodes, which requests no further nodes."""
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Request nothing."""

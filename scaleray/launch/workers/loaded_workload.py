@@ -1,4 +1,4 @@
-"""Transfer of user code to the workers."""
+"""Send user code to the workers."""
 
 import copyreg
 import functools
@@ -8,7 +8,7 @@ from scaleray.workload import user_modules
 
 
 def ship_user_code(workload: Any) -> None:
-    """Send code that exists only in the user's folder to Ray's workers with the workload."""
+    """Send code that exists only in the user's folder to Ray's workers, together with the workload."""
     from ray import cloudpickle
 
     modules = user_modules(workload)
@@ -18,7 +18,7 @@ def ship_user_code(workload: Any) -> None:
     cached = type(functools.cache(ship_user_code))
 
     def reduced(function: Any) -> Any:
-        """A function under functools.cache, which pickle would store only by name: workers could not import it."""
+        """Pickle a function under functools.cache by value: by name, as is the default, workers could not import it."""
         if function.__module__ not in names:
             return function.__qualname__
         return _cached_again, (function.__wrapped__, function.cache_parameters())

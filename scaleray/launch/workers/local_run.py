@@ -90,7 +90,7 @@ def run_in_processes(
 
 
 def _train(context: RankContext, assignment: bytes, tell: Teller) -> None:
-    """Main function of each process."""
+    """Entry point of each process."""
     from scaleray.training.rank import Channel, run_rank
 
     job, sources, run_path, facts = pickle.loads(assignment)  # made by the process that started this one
@@ -101,8 +101,8 @@ def _train(context: RankContext, assignment: bytes, tell: Teller) -> None:
 
 
 class _InBatches:
-    """Passes messages on once per interval: a call for each would take longer than the step itself. For several
-    threads: checkpoints and heartbeats come from separate threads, and their data in a pipe must not mix."""
+    """Passes messages on once per interval, since a call for each would take longer than a step. Thread-safe:
+    checkpoints and heartbeats come from separate threads, and must not mix in the pipe."""
 
     def __init__(self, tell: Teller, interval_s: float) -> None:
         self._tell, self._interval_s = tell, interval_s
@@ -118,13 +118,13 @@ class _InBatches:
                 self._flush()
 
     def beat(self, heartbeat: Heartbeat) -> ControlRequest:
-        """Pass a heartbeat on immediately, and return the request; does nothing after the end, when the pipe is for the
-        process's result."""
+        """Pass a heartbeat on immediately and return the driver's request. Does nothing after `close`, when the pipe is
+        reserved for the process's result."""
         with self._asking:
             return ControlRequest.NOTHING if self._is_closed else ControlRequest(self._tell.ask(heartbeat, self._lock))
 
     def close(self) -> None:
-        """Pass waiting messages on, and no more heartbeats once the last one is answered."""
+        """Pass the waiting messages on, and no more heartbeats after the last one is answered."""
         with self._asking, self._lock:
             self._flush()
             self._is_closed = True

@@ -1,5 +1,4 @@
-"""Explain failures of workers: find the one that explains the others, as text, and decide whether another try could
-help."""
+"""Explain failures of workers: describe the one that caused the others, and decide whether a restart could help."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -26,8 +25,8 @@ SILENT_S = 2.0  # seconds without a sign of life: four times as long as between 
 def fatal_error(
     failures: Mapping[int, BaseException], failed_before: int = -1, *, is_restart: bool = False
 ) -> ScaleRayError | None:
-    """The error that would recur: a mistake of the user, a non-finite loss, or the workload's own error if it recurs at
-    the same point or precedes the first step. failed_before: the furthest step at which it occurred; -1: none."""
+    """The error that a restart would repeat: a user's mistake, a non-finite loss, or an error of the workload that
+    recurred at the same step or precedes the first. failed_before: the furthest step at which it occurred; -1: none."""
     for _, failure in sorted(failures.items()):
         error = cause_of(failure)
         if isinstance(error, (UsageError, NonFiniteLossError, InitialisationError, InputStarvedError, LeftEarly)):
@@ -46,7 +45,7 @@ def failed_step(failure: BaseException) -> int:
 
 
 def explain(exc: BaseException, heartbeats: Sequence[Heartbeat] = ()) -> ScaleRayError:
-    """The one error for the user, from the errors of several workers and of Ray's layers."""
+    """The single error to show to the user, out of the errors of several workers and of Ray."""
     failures: dict[int, BaseException] = dict(getattr(exc, "worker_failures", {}) or {})
     failure = getattr(exc, "controller_failure", None)
     known = [cause_of(error) for _, error in sorted(failures.items())] + ([cause_of(failure)] if failure else [])
@@ -63,7 +62,7 @@ def explain(exc: BaseException, heartbeats: Sequence[Heartbeat] = ()) -> ScaleRa
 def what_failed(failures: Mapping[int, BaseException], heartbeats: Sequence[Heartbeat], explanation: str = "") -> str:
     """The failure that explains the others, with rank, node, step, cause and the worker's own last lines.
 
-    explanation: the ranks' earlier accounts of their collectives."""
+    explanation: what the ranks' dumps show about their collectives."""
     sentence, beat = _who_failed(failures, heartbeats)
     return "\n  ".join(filter(None, [sentence, explanation])) + tail(beat)
 
@@ -91,10 +90,10 @@ def _who_failed(failures: Mapping[int, BaseException], heartbeats: Sequence[Hear
 
 
 def _held_up(beat: Heartbeat) -> str:
-    """Activity of a worker for which the others stopped waiting, as text."""
+    """Description of what a worker was doing when the others stopped waiting for it."""
     took = f"for {beat.since_s:.0f} s in step {beat.step + 1}, longer than the others waited for it"
     if beat.phase == Phase.INPUT:
-        return f"has waited for its input {took}: make its rows quicker to read, or raise scale.collective_timeout_s"
+        return f"has waited for its input {took}: make its rows faster to read, or raise scale.collective_timeout_s"
     if beat.phase == Phase.COMPILING:
         return f"has compiled {took}: raise scale.collective_timeout_s"
     return f"hangs: it has been in `{beat.phase}` of step {beat.step + 1} for {beat.since_s:.0f} s"
@@ -109,7 +108,7 @@ def death(error: BaseException) -> str:
 
 
 def silent_worker(failures: Mapping[int, BaseException], heartbeats: Sequence[Heartbeat]) -> Heartbeat | None:
-    """The worker that the failed ones wait for: it is silent, or has long been in another phase."""
+    """The worker for which the failed ones waited: it is silent, or has long been in a phase without waiting."""
     others = [beat for beat in heartbeats if beat.rank not in failures]
     silent = [beat for beat in others if beat.silent_s >= SILENT_S]
     if silent:
@@ -125,7 +124,7 @@ def tail(beat: Heartbeat | None) -> str:
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether a worker only reports that another one is gone."""
+    """Whether a worker's error only reports that another one is gone."""
     text = text_of(error)
     return isinstance(cause_of(error), PeerLostError) or "onnection closed" in text or "Gloo" in text
 

@@ -1,7 +1,7 @@
 """The workers' process group, set up for Ray Train by a controller that never imports torch.
 
-`ray.train.torch.TorchConfig` does the same, but brings torch into the controller, which only passes addresses on: more
-than a second of a core before the first worker starts.
+`ray.train.torch.TorchConfig` does the same, but imports torch in the controller, which only passes addresses on. That
+takes more than a second of a core before the first worker starts.
 """
 
 import time
@@ -13,18 +13,18 @@ from ray.train.backend import Backend, BackendConfig
 from scaleray.training.setup.stores import OwnedStore, StorePlace
 
 SHUTDOWN_TIMEOUT_S = 5.0
-"""Seconds that workers get to leave their group: a stopped or hanging one does not take part."""
+"""Seconds that workers have to leave their group; a stopped or hanging worker never does."""
 
 
 _owned: OwnedStore | None = None
-"""Store at which this process's group meets, if this process has rank 0."""
+"""Rendezvous store of this process's group, if this process has rank 0."""
 
 
 class ProcessGroup(BackendConfig):
     """A `torch.distributed` process group over all workers, as `torch_config` of a TorchTrainer.
 
-    backend: as torch writes it. timeout_s: seconds that a collective may take. are_replaced: workers are replaced one
-    by one, and form their groups themselves.
+    backend: its name in torch. timeout_s: seconds that a collective may take. are_replaced: whether workers are
+    replaced one by one and form their groups themselves.
     """
 
     def __init__(self, backend: str, timeout_s: int, *, are_replaced: bool = False) -> None:
@@ -32,7 +32,7 @@ class ProcessGroup(BackendConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """Methods that the controller calls."""
+        """Class whose methods the controller calls."""
         return _ReplacedWorkers if self.are_replaced else _ProcessGroupBackend
 
     def to_dict(self) -> dict[str, Any]:
@@ -44,13 +44,13 @@ class _ProcessGroupBackend(Backend):
     share_cuda_visible_devices = True  # workers of one node see each other's GPUs, as peer-to-peer copies need
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Connect the workers into one group, by the address of rank 0."""
+        """Connect the workers into one group through the address of rank 0."""
         place = worker_group.execute_single(0, _own_store)
         started_at = time.strftime("%Y%m%d-%H%M%S")
         worker_group.execute(_join, place, backend_config.backend, backend_config.timeout_s, started_at)
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
-        """Let the workers leave their group, if they still answer."""
+        """Make the workers leave their group, if they still answer."""
         ray.wait(worker_group.execute_async(_leave), num_returns=len(worker_group), timeout=SHUTDOWN_TIMEOUT_S)
 
 

@@ -1,4 +1,4 @@
-"""Use of Ray Train by all commands: building its trainer, and running a function once in a group of workers."""
+"""Ray Train as all commands use it: build its trainer, and run a function once in a group of workers."""
 
 import contextlib
 import os
@@ -34,12 +34,12 @@ def torch_trainer(
     callbacks: Sequence[Any] = (),
     datasets: dict[str, Any] | None = None,
 ) -> Any:
-    """A TorchTrainer with the config's backend, resources and placement, which has not been started.
+    """Return an unstarted TorchTrainer with the config's backend, resources and placement.
 
-    worker: called on each worker with a mapping, whose `task` is a reference to the given task. num_workers: a
-    number, or the least and the most of an elastic run. num_spares: workers in addition, that take the place of lost
-    ones; Ray then replaces lost ones one by one, and leaves the others alone. None: it restarts all. name: name of Ray
-    Train's own folder in `storage_path`. datasets: Ray Datasets that are streamed to the workers, by split."""
+    worker: called on each worker with a mapping whose `task` is a reference to the given task. num_workers: a number,
+    or minimum and maximum of an elastic run. num_spares: additional workers that replace lost ones; Ray then replaces
+    lost workers one by one and leaves the others alone. None: it restarts all. name: of Ray Train's own folder in
+    `storage_path`. datasets: Ray Datasets that are streamed to the workers, by split."""
     import ray.train
 
     from scaleray.launch.workers.process_group import ProcessGroup
@@ -94,7 +94,7 @@ def fit_group(
 ) -> Any:
     """Result of `function(place, *arguments)` on rank 0, run once by a group of workers.
 
-    Arguments that are object references are fetched. name: name of Ray Train's own folder, with the world size added.
+    Arguments that are object references are fetched. name: of Ray Train's own folder, to which the world size is added.
     Raises the errors into which `lost_workers.explain` converts Ray's.
     """
     import ray
@@ -125,7 +125,7 @@ def fit_group(
 
 
 def run_function(config: dict[str, Any]) -> Any:
-    """Entry point of one Ray Train worker of a group; rank 0's answer is the group's."""
+    """Entry point of each Ray Train worker of a group; the group's result is that of rank 0."""
     import ray
 
     from scaleray.training.health.group_watch import GroupWatch
@@ -141,8 +141,8 @@ def run_function(config: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def without_watcher_notice() -> Iterator[None]:
-    """Context that hides one line of Ray: that its preemption watcher's arguments are in the object store. It is logged
-    as an error at every start, although nothing is wrong. All other lines of all processes are shown."""
+    """Context that hides one log line of Ray, on arguments of its preemption watcher in the object store, which appears
+    as an error at every start although nothing is wrong. All other lines of all processes are shown."""
     if not QUIET_WATCHER.is_used():
         yield
         return
@@ -162,8 +162,8 @@ def without_watcher_notice() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_preemption_watcher() -> Iterator[None]:
-    """Disable Ray Train's preemption watcher: nothing here uses its notices, and it costs a process and prints an error
-    at every start."""
+    """Disable Ray Train's preemption watcher: its notices are unused here, and it costs a process and logs an error at
+    every start."""
     name = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
     before = os.environ.get(name)
     os.environ[name] = "0"

@@ -19,7 +19,7 @@ from scaleray.records.run_description import RunDescription
 from scaleray.records.run_record import Heartbeat, WorkerMessage
 
 NAMESPACE, NAMES = "scaleray", "recorder-"
-"""Ray's namespace of recorders, and the prefix of their names: `watch` finds recorders by it."""
+"""Ray namespace of recorders, and prefix of their names, by which `watch` finds them."""
 
 SETTINGS = (
     "MLFLOW_", "DATABRICKS_", "AWS_", "AZURE_", "GOOGLE_", "PG", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_",
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 def spawn_recorder(description: RunDescription, *, publishes: bool = False) -> Any:
-    """The recorder as an actor on the driver's node, which has the SQLite file and the run's local folder. publishes:
-    whether Ray's nodes accept metrics."""
+    """Start the recorder as an actor on the driver's node, where the SQLite file and the run's local folder are.
+    publishes: whether Ray's nodes accept metrics."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -41,7 +41,7 @@ def spawn_recorder(description: RunDescription, *, publishes: bool = False) -> A
     from scaleray.training.ray_metrics import RayMetrics
 
     class PoliteRecorder(Recorder):
-        """Yields the cores to workers, both while they start and while they train."""
+        """Recorder that yields the cores to workers while they start and train."""
 
         def __init__(self, description: RunDescription) -> None:
             os.nice(19)  # the most there is: Linux gives 19 a seventh of the share of 10
@@ -50,10 +50,10 @@ def spawn_recorder(description: RunDescription, *, publishes: bool = False) -> A
                 self.publishing.publish = RayMetrics().publish
 
         def begin(self, environment: Mapping[str, str]) -> RunIdentity:
-            """Start with the driver's settings of MLflow and its stores, which a Ray that was already running does not
-            have.
+            """Start with the driver's settings for MLflow and its stores, which are unknown to a Ray that was already
+            running.
 
-            They are an argument, since Ray's dashboard shows the environment of an actor."""
+                    They are passed as an argument, since Ray's dashboard shows the environment of an actor."""
             os.environ.update(environment)
             gc.disable()  # an eighth of the CPU time of MLflow's import and of opening its store
             try:
@@ -64,7 +64,7 @@ def spawn_recorder(description: RunDescription, *, publishes: bool = False) -> A
                 gc.enable()
 
         def live_text(self) -> str:
-            """The state of the run as JSON, which readers of any version accept."""
+            """The run's state as JSON, which any version can read."""
             return self.live().to_json()
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -111,7 +111,7 @@ class RemoteRecorder:
         self._spawn(dataclasses.replace(self.description, continues=before))
 
     def is_lost(self) -> bool:
-        """Whether the actor's process is gone for good, rather than busy or briefly unreachable."""
+        """Whether the actor's process is permanently gone, rather than busy or briefly unreachable."""
         import ray
 
         try:
@@ -123,7 +123,7 @@ class RemoteRecorder:
         return False
 
     def _ask(self, answer: Any, *, timeout_s: float | None = 180.0) -> Any:
-        """Answer of the actor; its error is raised here."""
+        """Return the actor's answer, or raise its error."""
         import ray
 
         try:
@@ -178,7 +178,7 @@ class RemoteRecorder:
         return unsent
 
     def close(self) -> None:
-        """End the actor, even if others hold a handle to it; its last writes are done."""
+        """End the actor, even if others hold a handle to it. Call it after the actor's last write."""
         import ray
 
         with contextlib.suppress(Exception):  # it may be gone already
@@ -199,15 +199,15 @@ class RemoteRecorder:
 
 UNUSED = ("pandas", "scipy", "pyarrow")
 
-"""Libraries that MLflow imports if they are installed, for data sets and models, but does not need."""
+"""Libraries for data sets and models, which MLflow imports if they are installed but does not need here."""
 
 
 def import_mlflow() -> None:
-    """Import MLflow as if `UNUSED` were not installed, in a process that runs no user's code: 0.8 rather than 1.2 CPU
-    seconds, 155 rather than 232 MiB with the store.
+    """Import MLflow as if `UNUSED` were not installed, in a process that runs no user code: 0.8 instead of 1.2 CPU
+    seconds, and 155 instead of 232 MiB with the store.
 
-    `mlflow.data` lacks `from_pandas` afterwards, so only the recorder, in its own process, calls this. Other threads
-    must not import meanwhile. A version of MLflow that needs them is imported in full by the next import."""
+    `mlflow.data` then lacks `from_pandas`, so only the recorder calls this, in its own process. Other threads must not
+    import meanwhile. If MLflow's version needs these libraries, the next import imports it in full."""
     hidden = {name: None for name in UNUSED if name not in sys.modules}
     sys.modules.update(hidden)  # type: ignore[arg-type] # None says that there is no such module
     try:

@@ -1,4 +1,4 @@
-"""Messages of running workers of a group, passed to the driver immediately."""
+"""Pass messages of a group's running workers to the driver immediately."""
 
 import contextlib
 import threading
@@ -10,10 +10,10 @@ POLL_S = 0.5
 
 @contextlib.contextmanager
 def handing_over(tell: Callable[[Any], None]) -> Iterator[Callable[[Any], None]]:
-    """A function for workers under Ray: its arguments reach `tell` in this process, in a thread, and the remaining ones
+    """Yield a function for Ray workers that passes its arguments to `tell` in this process, in a thread; the last ones
     at the end.
 
-    Raises errors of `tell`."""
+    Raises the errors of `tell`."""
     from ray.exceptions import RayError
     from ray.util.queue import Empty, Queue
 

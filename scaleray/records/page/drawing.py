@@ -1,6 +1,6 @@
-"""Style of every figure: colours, axes, labels at line ends, marks, and output as SVG and PNG.
+"""Style of all figures: colours, axes, labels at line ends, marks, and output as SVG and PNG.
 
-Colours are those of Okabe and Ito (2008), which colour-blind readers can distinguish too. Text of a config is drawn
+Colours are those of Okabe and Ito (2008), which colour-blind readers can distinguish. Text from a config is drawn
 literally, without math markup."""
 
 import io
@@ -17,7 +17,7 @@ PALETTE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 AMBER = "#8a4b00"
 
 LEAST_CONTRAST = 4.5
-"""Least contrast of text on white, as a ratio of luminances."""
+"""Minimum contrast of text on white, as a ratio of luminances."""
 
 WIDTH_IN, HEIGHT_IN = 5.0, 3.25
 PNG_DPI = 200
@@ -37,7 +37,7 @@ STYLE: Any = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """A finished figure. name: the stem of its file's name. caption: its description. svg: the element for a page. png:
+    """A finished figure. name: stem of its file name. caption: its description. svg: the element for a page. png:
     returns the file's bytes."""
 
     name: str
@@ -50,7 +50,7 @@ class Drawing:
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Context with the style of all figures; other users of matplotlib in this process keep theirs."""
+    """Context with the style of all figures; matplotlib's style is unchanged for other code in this process."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
@@ -69,8 +69,8 @@ def draw(
     height_in: float = HEIGHT_IN,
     share_y: bool = False,
 ) -> Drawing:
-    """Paint axes and return them as SVG and PNG. marks: conditions to show to the reader. paint: receives the axes, or
-    a list of them for several columns. is_wide: full page width."""
+    """Paint axes and return them as SVG and PNG. marks: conditions that the reader must see. paint: receives the axes,
+    or a list of them for several columns. is_wide: whether to fill the page's width."""
     from matplotlib.figure import Figure
 
     with style():
@@ -89,7 +89,7 @@ def draw(
 
 
 def inline(svg: str, *, name: str, label: str) -> str:
-    """An SVG file as an element of a page: no header, ids of its own, and a text alternative."""
+    """An SVG file as an element of a page: without a header, with unique ids and a text alternative."""
     import html
 
     svg = svg[svg.index("<svg") :]
@@ -105,8 +105,8 @@ def inline(svg: str, *, name: str, label: str) -> str:
 
 
 def log2_axis(axis: Any, values: Sequence[float], *, most: int = 9) -> None:
-    """A binary logarithmic axis with ticks at `values`, as plain numbers, thinned to `most`. axis:
-    ax.xaxis or ax.yaxis."""
+    """Make an axis logarithmic to base 2, with ticks at `values` as plain numbers, thinned to `most`. axis: ax.xaxis or
+    ax.yaxis."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     chosen = sorted(set(values))
@@ -119,7 +119,7 @@ def log2_axis(axis: Any, values: Sequence[float], *, most: int = 9) -> None:
 
 
 def log_axis(axis: Any, *, show: Callable[[float], str] | None = None) -> None:
-    """A decimal logarithmic axis with plain numbers, more of them on a short range."""
+    """Make an axis logarithmic to base 10, with plain numbers, more of them on a short range."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     _set_scale(axis, "log", base=10)
@@ -131,7 +131,7 @@ def log_axis(axis: Any, *, show: Callable[[float], str] | None = None) -> None:
 
 
 def plain_axis(axis: Any, *, show: Callable[[float], str] | None = None, most: int = 6) -> None:
-    """A linear axis with few ticks and plain numbers."""
+    """Make an axis linear, with few ticks and plain numbers."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 2.5, 5, 10]))
@@ -139,7 +139,7 @@ def plain_axis(axis: Any, *, show: Callable[[float], str] | None = None, most: i
 
 
 def number(value: float) -> str:
-    """A short number: 0.003, 128, 16k, 2M."""
+    """A number in short form, such as 0.003, 128, 16k or 2M."""
     if value == 0:
         return "0"
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -149,9 +149,9 @@ def number(value: float) -> str:
 
 
 def label_ends(ax: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Labels at the right end of lines, in their colour, moved apart if they would overlap.
+    """Label lines at their right ends, in their colour, and move labels apart if they would overlap.
 
-    ends: (x, y, text, colour) in data coordinates. Call it last, when the axes' limits are final.
+    ends: (x, y, text, colour) in data coordinates. Call this last, when the axes' limits are final.
     """
     if not ends:
         return
@@ -181,7 +181,7 @@ def label_ends(ax: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
 
 
 def readable(colour: str) -> str:
-    """Colour for text on white: darkened until its contrast is LEAST_CONTRAST (WCAG 2.1, success criterion 1.4.3)."""
+    """The colour, darkened until its contrast as text on white is LEAST_CONTRAST (WCAG 2.1, criterion 1.4.3)."""
     from matplotlib.colors import to_hex, to_rgb
 
     rgb = to_rgb(colour)
@@ -191,17 +191,17 @@ def readable(colour: str) -> str:
 
 
 def legend_right(ax: Any, title: str, **more: Any) -> None:
-    """Place the legend right of the axes, where it covers no data."""
+    """Place the legend to the right of the axes, where it covers no data."""
     ax.legend(title=title, title_fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1.2, **more)
 
 
 def colours_of(names: Sequence[str]) -> Mapping[str, str]:
-    """A colour for each name, the same in all figures of a page that call it with the same names."""
+    """A colour for each name, the same in all figures of a page that pass the same names."""
     return {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
 
 
 def shades(count: int) -> list[str]:
-    """`count` colours from light to dark, for ordered values; the order is visible without colour."""
+    """`count` colours from light to dark for ordered values, whose order is visible even without colour."""
     import matplotlib
     from matplotlib.colors import to_hex
 

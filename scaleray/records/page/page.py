@@ -15,12 +15,12 @@ from scaleray.records.text.study_sweep_tables import Table
 from scaleray.records.text.units import seconds
 
 LONGEST_FACT = 300
-BESIDE = "This page needs no network; figures as PNG and numbers as CSV are next to it."
+BESIDE = "This page works offline; figures as PNG and numbers as CSV are next to it."
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A single figure. note: the interval, or its reference."""
+    """A single number to show. note: its interval or reference."""
 
     label: str
     value: str
@@ -29,7 +29,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with sentences, figures and tables under it."""
+    """A heading, followed by sentences, figures and tables."""
 
     title: str
     words: Sequence[str] = ()
@@ -39,10 +39,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """Everything that a page shows. Text comes from configs and is escaped by the template.
+    """Content of a page. Text may come from configs, so the template escapes it.
 
-    kind: the page's subject, such as `Scaling study`. headline: the result in a line. verdicts: the full result, a
-    paragraph each. words: conclusions. marks: conditions to show to the reader. facts: names with values by heading,
+    kind: the page's subject, such as `Scaling study`. headline: the result in one line. verdicts: the full result, as
+    paragraphs. words: conclusions. marks: conditions that the reader must see. facts: names and values by heading,
     shown at the end of the page."""
 
     kind: str
@@ -81,10 +81,10 @@ def render(page: Page) -> str:
 
 
 def write(page: Page, folder: str | Path, *, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Path]:
-    """Write report.html, a CSV for each of `rows` and the figures as PNG into a folder; returns report.html,
-    then the others.
+    """Write report.html, a CSV for each of `rows`, and the figures as PNG into a folder; returns their paths,
+    report.html first.
 
-    rows: the numbers behind the page by name, as dictionaries with the same keys. Files of an earlier
+        rows: the numbers behind the page by name, as dictionaries with the same keys. Files of an earlier
     report are replaced.
     """
     folder = Path(folder)
@@ -113,7 +113,7 @@ def facts(conditions: Conditions, config: Mapping[str, Any]) -> dict[str, Mappin
 
 
 def when(started_at: float, duration_s: float) -> str:
-    """Date in this machine's time zone, and duration."""
+    """Date in this machine's time zone, and the duration."""
     return f"{time.strftime('%Y-%m-%d %H:%M %Z', time.localtime(started_at))}, took {seconds(duration_s)}"
 
 
@@ -135,7 +135,7 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Nested mappings and lists as (dotted name, text), equal items of a list once with their number."""
+    """Nested mappings and lists as (dotted name, text); equal items of a list appear once, with their count."""
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield from flat(value, f"{prefix}.{key}" if prefix else str(key))
@@ -150,5 +150,5 @@ def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _cell(value: Any) -> Any:
-    """The value for a spreadsheet: text that looks like a formula gets a leading quote, which keeps it text."""
+    """The value for a spreadsheet; text that looks like a formula gets a leading quote, so that it remains text."""
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value

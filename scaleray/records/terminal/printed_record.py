@@ -1,4 +1,4 @@
-"""A study's or a sweep's result on the terminal: the verdict, the tables, and the location of its files."""
+"""Print the result of a study or a sweep: the verdict, the tables, and the location of its files."""
 
 import io
 import shlex
@@ -13,7 +13,7 @@ from scaleray.records.text.headlines import study_headline, sweep_headline
 from scaleray.records.text.study_sweep_tables import study_tables, sweep_table
 
 PIPE_WIDTH = 4000
-"""Columns of the output without a terminal, such as in a job's log: nothing is left out or wrapped."""
+"""Width in columns of output without a terminal, such as a job's log, so that nothing is omitted or wrapped."""
 
 
 def show_record(console: Console, record: StudyRecord | SweepRecord) -> None:
@@ -29,8 +29,7 @@ def width_of(console: Console) -> int:
 
 
 def print_whole(console: Console, view: RenderableType) -> None:
-    """Print a view at the width of the terminal; in a file or a pipe every sentence is one line, without trailing
-    spaces."""
+    """Print a view at the terminal's width; in a file or a pipe, each sentence is one line without trailing spaces."""
     if console.is_terminal:
         console.print(view)
         return

@@ -1,4 +1,4 @@
-"""Current activity of a command: rows with the remaining time on a terminal, occasional lines in a pipe."""
+"""Show a command's current activity: rows with the remaining time on a terminal, occasional lines in a pipe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scaleray.common.printed import inert
 from scaleray.common.progress import Stage, shown_by
 
 SAID_S = 1.0
-"""Seconds from which a finished stage is reported with its time."""
+"""Minimum seconds of a stage for its time to be reported."""
 QUIET_S = 2.0
 """Seconds after which a pipe receives the current stage."""
 EVERY_S = 15.0
@@ -28,14 +28,14 @@ EVERY_S = 15.0
 BAR_S = 5.0
 """Seconds after which a stage of known length gets a bar on a terminal."""
 BAR_WIDTH, LEAST_BAR_WIDTH, BESIDE_BAR = 24, 6, 5
-"""Columns of a bar, fewer or none if the line is too short; and those of spinner and gaps."""
+"""Columns of a bar, which is shorter or omitted on a short line, and columns of the spinner and gaps."""
 LONGEST_WORD = 40
-"""Characters above which a word is part of a path or an address."""
+"""Characters above which a word counts as part of a path or an address."""
 
 
 class StageDisplay:
-    """Context that shows the stages of this process and prints lines between them. above: further content of a terminal
-    above the stages."""
+    """Context that shows the stages of this process and prints lines between them. above: further terminal content,
+    shown above the stages."""
 
     def __init__(self, console: Console, *, above: Callable[[], RenderableType | None] = lambda: None) -> None:
         self.console, self._above = console, above
@@ -66,13 +66,13 @@ class StageDisplay:
         self._context.close()
 
     def say(self, text: str) -> None:
-        """Print a line, on a terminal broken between words."""
+        """Print a line, which a terminal breaks between words."""
         self._spoke_at = time.monotonic()
         shown = "\n".join(self._fitted(line) for line in inert(text).split("\n"))
         self.console.print(shown, highlight=False, markup=False, soft_wrap=True)
 
     def _fitted(self, line: str) -> str:
-        """The line in the terminal's width; commands, paths and addresses stay in one piece, to be copied."""
+        """The line, broken to the terminal's width; commands, paths and addresses stay in one piece for copying."""
         is_copied = "scaleray " in line or any(len(word) > LONGEST_WORD for word in line.split())
         if not self.console.is_terminal or is_copied or not line.strip():
             return line
@@ -115,7 +115,7 @@ class StageDisplay:
 
     @property
     def under_way(self) -> list[Stage]:
-        """The stages that have begun, outer ones first."""
+        """The stages that are under way, outermost first."""
         return list(self._stages)
 
     def view(self) -> RenderableType:
@@ -133,7 +133,7 @@ class StageDisplay:
 
 
 def so_far(stage: Stage) -> str:
-    """Time since a stage began, progress, and remaining time, as far as known."""
+    """Time since the start of a stage, its progress and remaining time, as far as known."""
     left_s = stage.left_s
     parts = [
         duration(stage.elapsed_s),
@@ -147,7 +147,7 @@ def so_far(stage: Stage) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as text, rounded for readers: 3.2 s, 45 s, 2 min 10 s, 3 h 20 min."""
+    """Seconds as rounded text, such as 3.2 s, 45 s, 2 min 10 s or 3 h 20 min."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)

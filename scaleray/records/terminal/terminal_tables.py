@@ -1,7 +1,7 @@
-"""A table on a terminal of any width: no figure and no column is lost, however narrow it is.
+"""A table for a terminal of any width, which loses no figure and no column, however narrow the terminal is.
 
 Intervals are next to their values if there is room, otherwise below them. Columns that still do not fit continue in
-another block below, which repeats the first column. Text is wrapped between words, figures are not.
+another block below, which repeats the first column. Text is wrapped between words; figures are never wrapped.
 """
 
 import itertools
@@ -17,11 +17,11 @@ from scaleray.records.text.study_sweep_tables import Table
 
 MOST_ROWS = 40
 NARROWEST_WORDS = 16
-"""Columns kept for words before a table is split into blocks, unless they are shorter."""
+"""Minimum width for words before a table is split into blocks, unless the words are shorter."""
 
 
 def as_rich(table: Table, *, width: int, styles: Sequence[str] = ()) -> RenderableType:
-    """The table for a console of `width` columns, its notes below it. styles: rich's names, one for each row."""
+    """The table with its notes below, for a console of `width` columns. styles: rich's names, one for each row."""
     rows = table.rows[:MOST_ROWS]
     beside = [list(row) for row in rows]
     below = [[cell if table.is_text(n) else cell.replace(" (", "\n(") for n, cell in enumerate(row)] for row in rows]
@@ -79,13 +79,12 @@ def _block(
 
 
 def _whole_widths(table: Table, cells: Sequence[Sequence[str]]) -> list[int]:
-    """Widths of columns in which nothing is wrapped but headings."""
+    """Widths of columns in which only headings are wrapped."""
     return [max(_widest(cells, n), _longest_word(column)) for n, column in enumerate(table.columns)]
 
 
 def _least_widths(table: Table, cells: Sequence[Sequence[str]], longest_word: int | None = None) -> list[int]:
-    """Widths of columns with words wrapped to as few characters as can be read. longest_word: characters above which
-    a word is folded."""
+    """Smallest readable widths of columns with wrapped words. longest_word: characters above which a word is folded."""
     found = []
     for n, column in enumerate(table.columns):
         words = max((_longest_word(row[n]) for row in cells), default=0)
@@ -96,7 +95,7 @@ def _least_widths(table: Table, cells: Sequence[Sequence[str]], longest_word: in
 
 
 def _blocks(widths: Sequence[int], air: int, width: int) -> Iterator[list[int]]:
-    """Columns that are next to each other; the first one is in every block."""
+    """Groups of columns that fit next to each other; every group includes the first column."""
     block = [0]
     for n in range(1, len(widths)):
         if len(block) > 1 and _total(widths, [*block, n], air) > width:
@@ -107,7 +106,7 @@ def _blocks(widths: Sequence[int], air: int, width: int) -> Iterator[list[int]]:
 
 
 def _total(widths: Sequence[int], block: Sequence[int], air: int) -> int:
-    """Columns of a block: a space on each side of the table and between cells, and padding around each cell."""
+    """Width of a block, with a space on each side of the table and between cells, and padding around each cell."""
     return sum(widths[n] for n in block) + len(block) * (2 * air - 1) + 1
 
 

@@ -10,14 +10,14 @@ from scaleray.records.sweep_record import SweepRecord
 from scaleray.records.text.units import count, figure, seconds
 
 MUCH_FASTER = 1.1
-"""Factor of throughput that twice the workers must certainly bring: below it, they mostly wait for each other."""
+"""Minimum certain gain in throughput from twice the workers; below it, they mostly wait for each other."""
 KNOWN_WITHIN = 3.0
 """Factor between an interval's ends beyond which the headline shows the interval."""
 
 
 def study_headline(record: StudyRecord) -> str:
-    """Recommended number of workers, by the first curve, and its speed-up. The verdict below it has the gain of the
-    next doubling.
+    """Recommended number of workers according to the first curve, and its speed-up. The verdict below has the gain of
+    the next doubling.
     """
     curve = next((curve for curve in record.curves if curve.points), None)
     if curve is None:
@@ -55,7 +55,7 @@ def worth_using(curve: Curve) -> CurvePoint:
 
 def would_pay(curve: Curve) -> str:
     """Sentence with the step time from which the largest number of workers would be worthwhile; empty if it already is,
-    or if no step time suffices. Each step is assumed to have the same overhead as now."""
+    or if no step time suffices. Assumes that the overhead of each step stays the same."""
     chosen, last = worth_using(curve), curve.points[-1]
     before, now = chosen.point.step_time_s.value, last.point.step_time_s.value
     ratio = last.point.workers / chosen.point.workers
@@ -77,7 +77,7 @@ def _surely_faster(chosen: CurvePoint, at: CurvePoint) -> float:
 
 
 def sweep_headline(record: SweepRecord) -> str:
-    """The fastest and the cheapest batch size to the target; without a target, the best value."""
+    """Headline with the fastest and the cheapest batch size to the target or, without a target, the best value."""
     found = settings(record)
     reached = [setting for setting in found if setting.samples_to_target is not None]
     if reached:
@@ -85,7 +85,7 @@ def sweep_headline(record: SweepRecord) -> str:
     chosen = best([setting for setting in found if setting.value is not None], record.direction)
     if chosen is None:
         statuses = Counter(trial.status for trial in record.trials).most_common(2)
-        return "No trial gave a result" + "".join(f", {n} {status}" for status, n in statuses)
+        return "No trial produced a result" + "".join(f", {n} {status}" for status, n in statuses)
     where = f"{figure(chosen.value)} at batch {chosen.batch_size}, learning rate {chosen.learning_rate:.3g}"
     return (
         f"No setting reached {record.target}; closest: {where}" if record.target else f"Best {record.metric}: {where}"

@@ -1,4 +1,4 @@
-"""Tables of a study and of a sweep as text: the same in MLflow, on the terminal and in the report."""
+"""Tables of studies and sweeps as text, identical in MLflow, on the terminal and in the report."""
 
 import html
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ MOST_MARKDOWN_ROWS = 60
 
 @dataclass(frozen=True)
 class Table:
-    """A title, columns with their units, and rows of text. notes: explanations of the values. has_words: all columns
-    are text, even if cells begin with digits."""
+    """A title, columns with their units, and rows of text. notes: explanations of the values. has_words: whether all
+    columns are text, even if cells begin with digits."""
 
     title: str
     columns: tuple[str, ...]
@@ -47,7 +47,7 @@ class Table:
 
 
 def study_tables(record: StudyRecord, *, is_brief: bool = False) -> list[Table]:
-    """One table for each mode. is_brief: without columns that follow from others, for limited space."""
+    """One table for each mode. is_brief: omit columns that follow from others, to save space."""
     return [_curve_table(record, curve, is_brief=is_brief) for curve in record.curves]
 
 
@@ -136,7 +136,7 @@ def _curve_table(record: StudyRecord, curve: Curve, *, is_brief: bool) -> Table:
         }
         rows.append({name: text for name, text in row.items() if is_shown.get(name, True)})
     columns = tuple(rows[0]) if rows else ()
-    base = f"Speed-up is relative to {quantity(curve.base_workers, 'worker')}; in brackets the 95% interval."
+    base = f"Speed-up is relative to {quantity(curve.base_workers, 'worker')}; the 95% interval is in brackets."
     return Table(_curve_title(curve), columns, tuple(tuple(row.values()) for row in rows), (base,))
 
 
@@ -166,7 +166,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text of a config in Markdown, escaped from table and tag syntax."""
+    """Text from a config, with Markdown table and tag syntax escaped."""
     for character in "\\`*_|[]#!":
         text = text.replace(character, f"\\{character}")
     return " ".join(html.escape(text, quote=False).split())  # MLflow's pages read an escaped \< as the start of a tag

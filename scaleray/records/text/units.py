@@ -25,8 +25,7 @@ def shown(row: Row) -> str:
 
 
 def with_interval(estimate: Estimate, show: Callable[[float], str]) -> str:
-    """The value and its interval in brackets, such as `124 ms (122–127 ms)`; without it if the interval is a single
-    value."""
+    """The value with its interval in brackets, such as `124 ms (122–127 ms)`; no interval if it is a single value."""
     if estimate.low == estimate.high:
         return show(estimate.value)
     low, high = show(estimate.low), show(estimate.high)
@@ -56,7 +55,7 @@ def memory(value: float | None) -> str:
 
 
 def disk_space(num_bytes: int) -> str:
-    """Bytes of files, from single bytes to GiB."""
+    """Bytes of files in a readable unit, up to GiB."""
     for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if num_bytes >= limit:
             return f"{num_bytes / limit:.1f} {unit}"
@@ -86,4 +85,4 @@ SHOWN_AS: dict[str, Callable[[float], str]] = {
     "tokens/s": count,
     "steps": count,
 }
-"""Formatting by unit; values of other units are plain numbers."""
+"""Formatters by unit; values in other units are plain numbers."""

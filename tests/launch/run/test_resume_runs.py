@@ -314,7 +314,7 @@ def test_other_data_is_refused(tmp_path):
 def test_a_run_that_another_process_writes_is_refused(tmp_path):
     folder = interrupted(tmp_path)
     other = RunFolder.reopen(str(folder))  # a lock belongs to an open file: this is as good as another process
-    with pytest.raises(StorageError, match="is being written by another process"):
+    with pytest.raises(StorageError, match="is in use by another process"):
         scaleray.train(config(tmp_path), Stumbling(stumbles=False), resume=str(folder), local=True)
     other.unlock()
     assert scaleray.train(config(tmp_path), Stumbling(stumbles=False), resume=str(folder), local=True).steps == 40

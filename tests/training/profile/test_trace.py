@@ -144,7 +144,7 @@ def test_ranks_are_named_by_number_and_by_word():
     request = trace_request("0,one-a-node")
     assert request.is_fixed(0, 0) and request.is_fixed(4, 0) and not request.is_fixed(5, 1)
     for wrong in ("-1", "all", "1.5", ""):
-        with pytest.raises(ConfigError, match="it must list numbers of ranks, slowest and one-a-node"):
+        with pytest.raises(ConfigError, match="it must be a comma-separated list of rank numbers, slowest and one-a-node"):
             trace_request(wrong)
 
 
