@@ -1,4 +1,4 @@
-"""Certificates of verifications: request, result and environment; in a folder and in MLflow."""
+"""Certificates of verifications, with request, result and environment, written to a folder and to MLflow."""
 
 import contextlib
 import hashlib
@@ -29,7 +29,7 @@ from scaleray.verification.verify_options import VerifyOptions
 
 @contextlib.contextmanager
 def recorded(verification: Verification, *, kind: str = "verify") -> Iterator[tuple[RunFolder, RunStore]]:
-    """A folder and an MLflow run, whose status follows from how the context ends: FINISHED, FAILED or KILLED."""
+    """Context with a folder and an MLflow run, which ends as FINISHED, FAILED or KILLED, as the context does."""
     status, config = "FAILED", verification.config
     with own_folder(config, "verify", verification.started_at) as folder:
         run = RunStore.create(
@@ -57,7 +57,7 @@ def recorded(verification: Verification, *, kind: str = "verify") -> Iterator[tu
 
 
 def common_facts(verification: Verification, folder: RunFolder, run: RunStore) -> dict[str, Any]:
-    """The fields of a certificate that do not depend on the request."""
+    """Fields of a certificate that do not depend on the request."""
     facts, config = environment(), verification.config
     return {
         "workload": config.workload.name,
@@ -76,10 +76,10 @@ def common_facts(verification: Verification, folder: RunFolder, run: RunStore) -
 
 
 def with_reach(verdict: str, passed: bool, workload: Any, steps: int) -> str:
-    """The verdict; if it is good and the workload has callbacks, with a note on its reach."""
+    """The verdict, with a note on its scope if it is good and the workload has callbacks."""
     if not passed or not callbacks_of(workload):
         return verdict
-    return f"{verdict}; {steps} steps were compared, and callbacks may change more in later ones: see --steps"
+    return f"{verdict}; {steps} steps were compared, and callbacks may act in later steps: see --steps"
 
 
 def make_certificate(
@@ -120,7 +120,7 @@ def _verdict(judged: list[Outcome], bad: list[Outcome], options: VerifyOptions) 
     promised = sum(o.verdict == "as promised" for o in judged)
     more = f"; {promised} that do not promise equality keep what they do promise" if promised else ""
     grown = [o.bound for o in judged if o.verdict == "equal" and o.bound is not None and o.bound > options.allowed]
-    wider = f" ({len(grown)} within {max(grown):.1e}, as rounding grows in them)" if grown else ""
+    wider = f" ({len(grown)} within {max(grown):.1e}, since rounding grows in them)" if grown else ""
     return (
         f"the same training: {len(judged) - promised} variants equal one process within {options.allowed:g}{wider}, "
         f"largest difference {largest:.1e}{more}"
@@ -128,8 +128,7 @@ def _verdict(judged: list[Outcome], bad: list[Outcome], options: VerifyOptions) 
 
 
 def largest_differences(outcomes: list[Outcome]) -> dict[str, float]:
-    """Largest differences over all variants that must equal one process, and the number of mismatches, as MLflow
-    metrics."""
+    """Largest differences over all variants that must equal one process, and the number of mismatches, for MLflow."""
     judged = [o.comparison for o in outcomes if o.verdict == "equal"]
     return {
         names.VERIFY_LOSS_DIFFERENCE.name: max((c.loss for c in judged), default=math.nan),

@@ -1,8 +1,8 @@
-"""Check whether a resumed run equals the run that was not interrupted: both run on one group of workers and are
-compared to the bit.
+"""Check whether a resumed run equals the uninterrupted one. Both run on the same group of workers and must agree to the
+bit.
 
-If they differ, the state at the interruption shows the cause: the state of the resumed run after loading is compared,
-item by item, with that of the whole run after the same step.
+If they differ, the state at the interruption shows the cause: the resumed run's state after loading is compared item by
+item with the uninterrupted run's state after the same step.
 """
 
 import contextlib
@@ -41,11 +41,11 @@ class Interruption:
     world_size: int
     interrupt_at: int
     folder: str
-    """Folder of the checkpoint, seen by all workers."""
+    """Folder of the checkpoint, visible to all workers."""
 
 
 def verify_resume(place: RankContext, interruption: Interruption, *, sources: Sources) -> ResumeOutcome:
-    """Run the training whole, then interrupt and resume it. Collective over the place's group."""
+    """Run the training without interruption, then interrupt and resume it. Collective over the place's group."""
     started = time.perf_counter()
     at = interruption.interrupt_at
     nothing = Catalog.of_run(f"{interruption.folder}/none")
@@ -98,11 +98,11 @@ def verify_resume(place: RankContext, interruption: Interruption, *, sources: So
 
 
 class _Interrupted(BaseException):
-    """Exception that ends a run like a kill: no code catches it."""
+    """Exception that ends a run like a kill, since no code catches it."""
 
 
 class _Observed(Checkpointing):
-    """Checkpoints that also record the state: after `observe_at` steps, after loading, and at the end."""
+    """Checkpoints that also record the state after `observe_at` steps, after loading, and at the end."""
 
     def __init__(
         self, *args: Any, observe_at: int | None = None, interrupt_at: int | None = None, **kwargs: Any
@@ -137,11 +137,11 @@ class _Observed(Checkpointing):
 
 
 def _anywhere(place: RankContext, mine: list[str]) -> list[str]:
-    """Items that differ on any rank, in their order."""
+    """Items that differ on any rank, in their usual order."""
     everyone = place.gathered(mine)
     return [item for item in ITEMS if any(item in theirs for theirs in everyone)]
 
 
 def interruption_job(job: TrainJob) -> TrainJob:
-    """A short job with deterministic algorithms, without which bit-identical results are not guaranteed."""
+    """Make a short job with deterministic algorithms, which bit-identical results require."""
     return job.changed({"deterministic": True})

@@ -1,4 +1,4 @@
-"""Check that workers which resume from their own checkpoint, on the same number of workers, take the steps of an
+"""Check that workers that resume from their own checkpoint, on the same number of workers, take the same steps as an
 uninterrupted training."""
 
 import dataclasses
@@ -17,8 +17,8 @@ CAUSES = {
     RANDOM: Cause.RANDOMNESS, SCHEDULE: Cause.SCHEDULE, RATE_SCALE: Cause.SCHEDULE, "draws": Cause.RANDOMNESS,
     "learning rate": Cause.SCHEDULE, "rows": Cause.DATA_ORDER, "steps": Cause.DATA_ORDER,
 }  # fmt: skip
-"""Classes by the state that differs after a resume; anything else is `Cause.RESUME`."""
-RESUMED = "after a resume on as many workers"
+"""Class of cause by the state that differs after a resume; `Cause.RESUME` for any other state."""
+RESUMED = "after a resume on the same number of workers"
 
 
 def resumed_wrongly(runs: Runs, variant: Variant, key: Key, watched: Watched, bound: float) -> Found | None:
@@ -36,17 +36,17 @@ def _first(variant: Variant, whole: Trace, resumed: Trace, items: list[str], bou
     half = whole.saved.step
     apart = _steps_apart(variant, whole, resumed, bound)
     if apart is not None and apart.quantity in ("rows", "steps"):
-        return apart, _finding(apart.quantity, f"{RESUMED} the training reads other rows")
+        return apart, _finding(apart.quantity, f"{RESUMED}, the training reads different rows")
     state = next(restored_differences(whole.saved, resumed.restored, whole.names, bound), None)
     if state is not None and (finding := from_traces(whole, resumed, state, Layout(1, 1))) is not None:
-        why = finding.why.replace("on another number of workers", "on as many workers")
+        why = finding.why.replace("on another number of workers", "on the same number of workers")
         return state, dataclasses.replace(finding, why=why)
     # a rate that belongs to the schedule stands in the optimizer's groups as well
     for item in sorted(items, key=lambda item: item not in CAUSES):
-        why = f"{RESUMED} the values are not those that were saved: {IN_WORDS[item]}"
+        why = f"{RESUMED}, these values differ from the saved ones: {IN_WORDS[item]}"
         return Divergence(half + 1, "resume", math.inf), _finding(item, why)
     if apart is not None:
-        return apart, _finding(apart.quantity, f"{RESUMED} it continues with another {apart.quantity}")
+        return apart, _finding(apart.quantity, f"{RESUMED}, it continues with a different {apart.quantity}")
     return _law_broken(variant, whole, resumed, bound)
 
 
@@ -56,7 +56,7 @@ def _finding(what: str, why: str) -> Finding:
 
 def _steps_apart(variant: Variant, whole: Trace, resumed: Trace, bound: float) -> Divergence | None:
     """First difference in the steps after the checkpoint. If messages arrive in a different order each time, only
-    values that do not depend on it are compared."""
+    values that do not depend on the order are compared."""
     assert whole.saved is not None
     half, last = whole.saved.step, whole.steps[-1].step
     due, found = (
@@ -75,7 +75,7 @@ def _steps_apart(variant: Variant, whole: Trace, resumed: Trace, bound: float) -
 
 
 def _law_broken(variant: Variant, whole: Trace, resumed: Trace, bound: float) -> Found | None:
-    """First step after the checkpoint that breaks the strategy's law, though it holds without an interruption."""
+    """First step after the checkpoint that breaks the strategy's guarantee, which holds without interruption."""
     assert whole.saved is not None
     half = whole.saved.step
     joint = dataclasses.replace(whole.between(0, half).continued_by(resumed), restored=None)
@@ -83,4 +83,4 @@ def _law_broken(variant: Variant, whole: Trace, resumed: Trace, bound: float) ->
     broken = guarantee.disagreement(joint, config, bound)
     if broken is None or broken.step <= half or guarantee.disagreement(whole, config, bound) is not None:
         return None
-    return broken, _finding("law", f"{RESUMED} replicas do not continue from their previous state")
+    return broken, _finding("law", f"{RESUMED}, replicas do not continue from their previous state")

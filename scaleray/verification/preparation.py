@@ -1,4 +1,4 @@
-"""First steps of both kinds of verification: connect, load workload and data, plan variants, check that they fit."""
+"""Prepare both kinds of verification: connect, load workload and data, plan variants, check that they fit."""
 
 import contextlib
 import dataclasses
@@ -49,7 +49,7 @@ class Verification:
 def prepared(
     config: RunConfig, options: VerifyOptions, workload: Any, *, base_dir: Path | None, say: Say
 ) -> Iterator[Verification]:
-    """Context in which workers can be started, after all refusals. Raises UsageError."""
+    """Context in which workers can be started, after everything has been checked. Raises UsageError."""
     started_at = steady_time()
     check_started_once(say)
     strategy_names(options)  # for its error, before a cluster is started
@@ -83,11 +83,11 @@ def prepared(
 
 
 def _check_every_group_fits(plan: Plan, nodes: Sequence[Node]) -> None:
-    hint = "leave the size out, or check on this machine alone with --local"
+    hint = "leave this size out, or verify on this machine alone with --local"
     for variants in plan.groups.values():
         check_option_fits(OPTION, _alone((variants or [plan.reference])[0].job.config), nodes, hint=hint)
 
 
 def _alone(config: RunConfig) -> RunConfig:
-    """The config without CPUs reserved for input tasks, since none run here."""
+    """The config without CPUs reserved for input tasks, since none run in a verification."""
     return config.changed({"data.reserved_cpus": 0.0})

@@ -1,4 +1,4 @@
-"""A verification on the terminal: one line per variant, then an explanation of each mismatch, then the verdict."""
+"""Print a verification: one line per variant, then an explanation of each mismatch, then the verdict."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ QUANTITIES = {
     "gradient": "the gradient",
     "run": "the outcome",
     "steps": "the number of steps",
-    "masks": "what dropout draws",
+    "masks": "the dropout mask",
     "restored parameters": "the restored value",
     "restored state": "the restored state",
-    "averaging": "what replicas made of their values",
+    "averaging": "the result of the replicas' exchange",
     "own gradient": "a replica's own gradient",
     "sent gradient": "the gradient that was sent",
     "evaluation": "the measured value",
 }
-"""Names of a divergence's quantity in a sentence."""
+"""Names of diverging quantities, as used in a sentence."""
 PLURAL = {"rows"}
 
 
 def table(certificate: EqualityCertificate, *, width: int) -> RenderableType:
-    """Differences of every variant from one process, in the precision of the check and in the run's own, for `width`
+    """Table of each variant's differences from one process, in the check's and in the run's own precision, for `width`
     columns."""
     own = certificate.own_precision
     title = (
@@ -71,13 +71,13 @@ def table(certificate: EqualityCertificate, *, width: int) -> RenderableType:
         )
         for one in judged
     )
-    note = f"Relative differences from one process; in {own} all steps start from the initial parameters."
+    note = f"Relative differences from one process. In {own}, all steps start from the initial parameters."
     styles = ["red" if one.verdict == "differs" else "" for one in judged]
     return as_rich(Table(title, columns, rows, (note,)), width=width, styles=styles)
 
 
 def lines(certificate: EqualityCertificate) -> list[str]:
-    """Lines below the table: mismatches, comparisons with a part removed, variants not run, and the verdict."""
+    """Lines below the table: mismatches, notes on comparisons, variants that did not run, and the verdict."""
     found = []
     for outcome in certificate.outcomes:
         if outcome.mismatch is not None:
@@ -98,7 +98,7 @@ def lines(certificate: EqualityCertificate) -> list[str]:
 
 
 def mismatch_lines(outcome: Outcome, mismatch: Mismatch) -> list[str]:
-    """Lines with a variant's first difference, its class of cause, and the reason for that class."""
+    """Lines with a variant's first difference, the class of its cause, and an explanation."""
     where = f"at step {mismatch.step}" if mismatch.step else "before the first step"
     what = QUANTITIES.get(mismatch.quantity, f"the {mismatch.quantity}")
     what += f" of {mismatch.parameter}" if mismatch.parameter is not None else ""

@@ -99,7 +99,7 @@ def test_ranks_that_are_not_there_and_options_without_a_trace_are_refused(tmp_pa
     train = ("-c", config, "--local", "--scale.workers", 2)
     said = said_of(capsys, *train, "--trace", "--ranks", "0,2", code=2)
     assert "--ranks is 2: the ranks of 2 workers are 0 to 1" in said
-    assert "it must list numbers of ranks, slowest and one-a-node" in said_of(
+    assert "it must be a comma-separated list of rank numbers, slowest and one-a-node" in said_of(
         capsys, *train, "--trace", "--ranks", "all", code=2
     )
     assert "--ranks needs --trace or --memory" in said_of(capsys, *train, "--ranks", "0", code=2)

@@ -85,7 +85,7 @@ def test_a_pass_says_that_callbacks_may_change_more_after_the_compared_steps(kin
     words = ("--workload.name", "work.py:CalledBack", "--world-sizes", "1", "--steps", "4", "--json", *kind)
     code, out, err = verify(capsys, *words)
     assert code == 0, err
-    reach = "; 4 steps were compared, and callbacks may change more in later ones: see --steps"
+    reach = "; 4 steps were compared, and callbacks may act in later steps: see --steps"
     assert json.loads(out)["verdict"].endswith(reach) and reach in err
 
 
@@ -120,7 +120,7 @@ def test_a_mismatch_is_explained_and_ends_with_1(folder, capsys):
     code, out, _ = verify(capsys, "--workload.name", "work.py:CountsOne", "--world-sizes", "1", "--steps", "3")
     assert code == 1
     assert "single x 1, 3 micro-batches: loss normalisation. First at step 1: the count of the loss differs" in out
-    assert "divided by a count of 3 in place of 1" in out
+    assert "divided by a count of 3 instead of 1" in out
     assert "not the same training: 1 of 2 variants differ (loss normalisation)" in out
 
 

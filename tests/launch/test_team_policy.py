@@ -85,7 +85,7 @@ def test_a_constraint_may_be_broken_with_a_reason_which_is_recorded_and_an_invar
     path = policy(text)
     message = refused(tags, config_of(path))
     assert (
-        "team.yaml:2 gpus is 2: it must be at most 1 by a constraint" in message
+        "team.yaml:2 gpus is 2: a constraint of the team's policy requires at most 1" in message
         and "--tracking.policy-reason" in message
     )
     because = {"tracking.policy_reason": "the deadline"}

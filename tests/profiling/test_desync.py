@@ -251,4 +251,4 @@ def test_many_ranks_are_told_in_few_lines():
     }
     del found[5]
     text = to_text(find(found), found)
-    assert len(text.splitlines()) == 9 and "and at 2 other places" in text and len(text) < 1000
+    assert len(text.splitlines()) == 9 and "and at 2 other lines" in text and len(text) < 1000

@@ -202,7 +202,7 @@ OTHER_UPDATE = {"parameters": signatures([1.0, 2.0, 3.3], [4.0])}
         (trace(restored=Restored(2, signatures([1.0, 2.0, 3.1], [4.0]), {})), "state after a resume", 3, "parameter first.weight is not"),
         (trace(restored=Restored(2, signatures([1.0, 2.0, 3.0], [4.0]), {})), "state after a resume", 3, "exp_avg of first.bias is missing"),
         (trace(at=2, change={"loss": 1.0001}, loss_dtype="float32"), "dtype", 2, "the loss is float32"),
-        (dataclasses.replace(trace(), steps=trace().steps[:2]), "schedule or learning-rate step count", 3, "2 steps in place of 3"),
+        (dataclasses.replace(trace(), steps=trace().steps[:2]), "schedule or learning-rate step count", 3, "2 steps instead of 3"),
         (trace(final={**trace().final, "running_mean": np.zeros(2)}), None, None, None),
     ],
 )  # fmt: skip

@@ -165,7 +165,7 @@ def test_a_gradient_that_is_not_divided_by_the_accumulation_is_told_from_double_
     right, wrong = gloo.run(2, judge_both, accumulation_is_not_divided, Classify())[0]
     assert right.verdict == "equal"
     assert found(wrong) == ("loss normalisation", 1, "0.weight")
-    assert "accumulation steps count wrongly" in wrong.mismatch.why
+    assert "accumulation steps are weighted wrongly" in wrong.mismatch.why
 
 
 # gradient synchronisation
@@ -289,7 +289,7 @@ def norm_of_its_own_shard():
 def test_clipping_by_the_norm_of_a_shard_is_found(gloo):
     outcome = gloo.run(2, judge_with, norm_of_its_own_shard, Classify(), CLIP)[0]
     assert found(outcome)[:2] == ("clipping on a local norm", 1)
-    assert "that of the whole gradient is" in outcome.mismatch.why
+    assert "the norm of the whole gradient is" in outcome.mismatch.why
 
 
 @contextlib.contextmanager
@@ -301,7 +301,7 @@ def clipped_before_synchronisation():
 def test_clipping_before_synchronisation_is_found_by_leaving_it_out(gloo):
     outcome = gloo.run(2, judge_with, clipped_before_synchronisation, Classify(), CLIP)[0]
     assert found(outcome)[:2] == ("clipping on a local norm", 1)
-    assert "without clipping both runs agree" in outcome.mismatch.why
+    assert "without clipping, both runs agree" in outcome.mismatch.why
 
 
 # dtype

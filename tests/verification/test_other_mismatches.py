@@ -142,7 +142,7 @@ def dropout_comes_back():
 def test_dropout_on_one_side_only_is_found(gloo):
     outcome = gloo.run(2, judge_with, dropout_comes_back, WithDropout())[0]
     assert found(outcome)[:2] == ("dropout or random numbers", 1)
-    assert "in evaluation mode both runs agree" in outcome.mismatch.why
+    assert "in evaluation mode, both runs agree" in outcome.mismatch.why
 
 
 # BatchNorm
@@ -214,7 +214,7 @@ def optimizer_steps_twice():
 def test_an_optimizer_that_steps_once_per_worker_is_found(gloo):
     outcome = gloo.run(2, judge_with, optimizer_steps_twice, Classify())[0]
     assert found(outcome)[:2] == ("schedule or learning-rate step count", 1)
-    assert "2 updates in place of 1" in outcome.mismatch.why
+    assert "2 updates instead of 1" in outcome.mismatch.why
 
 
 # initial parameters

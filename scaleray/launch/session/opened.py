@@ -38,7 +38,7 @@ def check_started_once(say: Say) -> None:
         if int(number) > 0:
             raise ClusterError(
                 "this process",
-                f"copy {int(number) + 1} of {copies} started by {launcher}",
+                f"copy {int(number) + 1} of {copies}, started by {launcher}",
                 "one command starts all workers, and the first copy does so",
                 "start scaleray once, and set the number of workers with --scale.workers",
             )

@@ -1,1 +1,1 @@
-"""Causes of a divergence: their classes, the experiments that separate them, and gradients taken apart."""
+"""Causes of a divergence: their classes, the experiments that distinguish them, and the decomposition of gradients."""

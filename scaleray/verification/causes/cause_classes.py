@@ -1,8 +1,8 @@
-"""Diagnosis of a divergence: the class of its cause, found from the traces of both runs.
+"""Diagnosis of a divergence: find the class of its cause in the traces of both runs.
 
 If several classes would look alike, the caller repeats both runs without one part and calls
-`experiments.from_experiment`, or, if it could decompose the gradient by worker and micro-batch,
-`gradient_shares.from_shares`."""
+`cause_experiments.from_experiment`, or `explanation.from_shares` if the gradient could be decomposed by worker and
+micro-batch."""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from scaleray.verification.traces.compare_traces import gradient_differences, na
 from scaleray.verification.traces.run_trace import Layer, StepTrace, Trace
 
 AVERAGE_OF = "average of "
-"""Beginning of the name of a parameter's average among the buffers of a saved state."""
+"""Prefix of a parameter average's name among the buffers of a saved state."""
 RESUMED = ("restored parameters", "restored state", "restored buffers", "resume")
 
 
@@ -50,8 +50,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Class of cause, and its explanation in a sentence. parameter: the first one concerned, if known more exactly than
-    before."""
+    """Class of the cause, with an explanation. parameter: the first affected one, if known more precisely than before."""
 
     cause: Cause
     why: str
@@ -60,18 +59,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class Layout:
-    """Distribution of the other run over workers and micro-batches."""
+    """How the other run is distributed over workers and micro-batches."""
 
     world_size: int
     accumulation: int
     is_right_without_accumulation: bool = False
-    """Whether the same strategy agrees on as many workers without accumulation."""
+    """Whether the same strategy agrees on the same number of workers without accumulation."""
     draws_by_itself: bool = False
-    """Whether the strategy itself draws random numbers, which say nothing about the model."""
+    """Whether the strategy itself draws random numbers, so that draws do not indicate randomness in the model."""
 
 
 def from_traces(reference: Trace, other: Trace, divergence: Divergence, layout: Layout) -> Finding | None:
-    """Class of the cause, if the traces alone are conclusive; else None."""
+    """Class of the cause if the traces alone are conclusive, else None."""
     if divergence.step == 0 or divergence.quantity == "steps":
         return _before_training(reference, other, divergence)
     if divergence.quantity in RESUMED:
@@ -88,7 +87,7 @@ def from_traces(reference: Trace, other: Trace, divergence: Divergence, layout: 
     if divergence.quantity in ("state before", "buffers before") and divergence.step - 1 in other.evaluations:
         return _between_steps(other, divergence, theirs)
     if divergence.quantity in ("buffers before", "buffers"):
-        why = f"all parameters agree, and {divergence.parameter} is not what forward passes and workers make of it"
+        why = f"all parameters agree, and {divergence.parameter} is not what the forward passes should make of it"
         return _narrow_state(reference, other, divergence) or Finding(Cause.BATCH_NORM, why, divergence.parameter)
     if divergence.quantity == "layers":
         return _layers(ours, theirs, str(divergence.parameter))
@@ -113,13 +112,13 @@ def from_traces(reference: Trace, other: Trace, divergence: Divergence, layout: 
 
 
 def from_repetition(reference: Trace, again: Trace) -> Finding | None:
-    """Class of the cause if the reference itself reads other values when run again: no order can then be compared."""
+    """Class of the cause if even the reference reads other values when run again, so that orders are incomparable."""
     for ours, theirs in zip(reference.steps, again.steps, strict=False):
         if not same_rows(ours.rows, theirs.rows, in_order=True):
             return Finding(
                 Cause.DATA_NOT_REPEATABLE,
-                f"one process alone, run again, reads other values in step {ours.step}: "
-                "rows change when they are read again, whatever their order",
+                f"one process reads other values in step {ours.step} when it runs again: "
+                "rows change when they are read again, regardless of their order",
             )
     return None
 
@@ -128,15 +127,13 @@ def _before_training(reference: Trace, other: Trace, divergence: Divergence) -> 
     name = divergence.parameter
     if divergence.quantity == "dtype":
         position = reference.names.index(str(name))
-        return Finding(
-            Cause.DTYPE, f"{name} is {other.dtypes[position]} in place of {reference.dtypes[position]}", name
-        )
+        return Finding(Cause.DTYPE, f"{name} is {other.dtypes[position]} instead of {reference.dtypes[position]}", name)
     if divergence.quantity == "initial parameters":
         return Finding(
-            Cause.INITIAL_PARAMETERS, f"{name} starts from other values, {divergence.difference:.2g} apart", name
+            Cause.INITIAL_PARAMETERS, f"{name} starts from different values, {divergence.difference:.2g} apart", name
         )
     if divergence.quantity == "steps":
-        return Finding(Cause.SCHEDULE, f"{len(other.steps)} steps in place of {len(reference.steps)}")
+        return Finding(Cause.SCHEDULE, f"{len(other.steps)} steps instead of {len(reference.steps)}")
     return Finding(Cause.MODEL, f"the models do not have the same parameters: {name}", name)
 
 
@@ -152,38 +149,38 @@ def _restored(divergence: Divergence) -> Finding:
 
 def _averaging(divergence: Divergence) -> Finding:
     if divergence.parameter is None:
-        return Finding(Cause.AVERAGING, "after an averaging the replicas hold other states of the optimizer")
-    why = f"after the step, {divergence.parameter} is not what the strategy makes of the replicas' values before it"
+        return Finding(Cause.AVERAGING, "after an averaging, the replicas hold different optimizer states")
+    why = f"after the step, {divergence.parameter} is not what the strategy should make of the replicas' earlier values"
     return Finding(Cause.AVERAGING, why)
 
 
 def _final_weights(divergence: Divergence) -> Finding:
     name, _, tensor = str(divergence.parameter).partition(": ")
-    missing = "are without" if math.isinf(divergence.difference) else "have another"
-    return Finding(Cause.WEIGHTS, f"the {name} that the run hands on at its end {missing} {tensor}", tensor)
+    missing = "lack" if math.isinf(divergence.difference) else "have another"
+    return Finding(Cause.WEIGHTS, f"the {name} that the run exports at its end {missing} {tensor}", tensor)
 
 
 def _between_steps(other: Trace, divergence: Divergence, theirs: StepTrace) -> Finding:
-    """Finding for parameters that agree after a step but not at the beginning of the next one."""
+    """Finding for parameters that agree after a step but not at the beginning of the next step."""
     name, before = divergence.parameter, divergence.step - 1
     assert theirs.begins_spread is not None
     apart = bool((theirs.begins_spread > SAME_RATIO).any())
-    how = "the ranks do not hold the same values of" if apart else "there are other values than in one process of"
+    how = "the ranks hold different values of" if apart else "the values differ from those in one process of"
     if before in other.evaluations:
         cause = Cause.BATCH_NORM if divergence.quantity == "buffers before" else Cause.EVALUATION
         return Finding(cause, f"after the evaluation at step {before} {how} {name}", name)
     if divergence.quantity == "replicas before":
-        why = f"between step {before} and the next, the replicas' {name} has changed"
+        why = f"between step {before} and the next, {name} of the replicas has changed"
         return Finding(Cause.AVERAGING, why, name)
     why = f"between step {before} and the next, as by a callback, {how} {name}"
     return Finding(Cause.PARAMETERS if apart else Cause.UPDATE, why, name)
 
 
 def _layers(ours: StepTrace, theirs: StepTrace, name: str) -> Finding:
-    """Finding for a layer with another mode or rate than in one process."""
+    """Finding for a layer whose mode or rate differs from one process."""
     due, found = ours.layers[name], theirs.layers[name]
     is_norm = due is not None and any(setting == "eps" for setting, _ in due[1])
-    how = "is not the same on all ranks" if found is None else f"has {_of_layer(found)} in place of {_of_layer(due)}"
+    how = "is not the same on all ranks" if found is None else f"has {_of_layer(found)} instead of {_of_layer(due)}"
     why = f"in the training step {name or 'the model'} {how}"
     return Finding(Cause.BATCH_NORM if is_norm else Cause.RANDOMNESS, why)
 
@@ -197,11 +194,11 @@ def _of_layer(layer: Layer | None) -> str:
 def _inputs(ours: StepTrace, theirs: StepTrace) -> Finding:
     if (name := narrower(ours, theirs)) is not None:
         return Finding(Cause.DTYPE, f"{name} was rounded to {theirs.formats[name]} before the loss received it")
-    return Finding(Cause.DATA_ORDER, "the right rows were read, but the loss received others")
+    return Finding(Cause.DATA_ORDER, "the right rows were read, but the loss received different ones")
 
 
 def _evaluated(reference: Trace, other: Trace, divergence: Divergence) -> Finding | None:
-    """Finding for an evaluation in training mode or with other statistics, as the next step shows."""
+    """Finding for an evaluation in training mode or with wrong statistics, as the next step shows."""
     name, number = divergence.parameter, divergence.step + 1
     both = [step for trace in (reference, other) for step in trace.steps if step.step == number]
     if len(both) < 2:
@@ -210,7 +207,7 @@ def _evaluated(reference: Trace, other: Trace, divergence: Divergence) -> Findin
     if theirs.evaluates_in_training and not ours.evaluates_in_training:
         return Finding(Cause.EVALUATION, f"{name} was measured in training mode")
     if (buffer := other_buffer(ours, theirs)) is not None:
-        return Finding(Cause.BATCH_NORM, f"{name} was measured with another {buffer} than in one process", buffer)
+        return Finding(Cause.BATCH_NORM, f"{name} was measured with a different {buffer} than in one process", buffer)
     return None
 
 
@@ -230,12 +227,12 @@ def _rows(ours: StepTrace, theirs: StepTrace) -> Finding:
 def _updates(other: Trace, ours: StepTrace, theirs: StepTrace) -> Finding:
     if len(ours.updates) != len(theirs.updates):
         return Finding(
-            Cause.SCHEDULE, f"the optimizer made {len(theirs.updates)} updates in place of {len(ours.updates)}"
+            Cause.SCHEDULE, f"the optimizer made {len(theirs.updates)} updates instead of {len(ours.updates)}"
         )
     found, expected = (step.updates[0][0] if step.updates and step.updates[0] else math.nan for step in (theirs, ours))
     if found == expected and other.base_rates and theirs.due_factor is not None:  # one process makes the same mistake
         expected = other.base_rates[0] * theirs.due_factor
-    return Finding(Cause.SCHEDULE, f"the learning rate is {found:.6g} in place of {expected:.6g}")
+    return Finding(Cause.SCHEDULE, f"the learning rate is {found:.6g} instead of {expected:.6g}")
 
 
 def _narrow_numbers(
@@ -243,13 +240,13 @@ def _narrow_numbers(
 ) -> Finding | None:
     # a rank without the last stage of a pipeline knows of no loss
     if "" not in (other.loss_dtype, reference.loss_dtype) and other.loss_dtype != reference.loss_dtype:
-        return Finding(Cause.DTYPE, f"the loss is {other.loss_dtype} in place of {reference.loss_dtype}")
+        return Finding(Cause.DTYPE, f"the loss is {other.loss_dtype} instead of {reference.loss_dtype}")
     for position, name in enumerate(reference.names):
         expected, found = ours.gradient_formats[position], theirs.gradient_formats[position]
         # a gradient that is nothing but rounding has few digits by nature
         is_idle = ours.gradients[position, 0] <= IDLE_GRADIENT * ours.grad_norm
         if found and not expected and not is_idle:
-            why = f"every value of the gradient of {name} fits into {found}: it was rounded to that"
+            why = f"every value of the gradient of {name} fits into {found}, so it was rounded to {found}"
             return Finding(Cause.DTYPE, why, name)
         # both sides compute in fewer digits, so that an honest reordering of sums is larger than the bound
         if found and not is_idle and name == divergence.parameter and divergence.difference < 1e-2:
@@ -258,10 +255,10 @@ def _narrow_numbers(
 
 
 def _narrow_state(reference: Trace, other: Trace, divergence: Divergence) -> Finding | None:
-    """Finding for a state with fewer digits, at the beginning of the step or of the one after it."""
+    """Finding for a state with fewer digits at the beginning of this step or the next one."""
     for ours, theirs in zip(reference.steps, other.steps, strict=False):
         if divergence.step <= ours.step <= divergence.step + 1 and (kept := narrower(ours, theirs)) is not None:
-            why = f"every value of {kept} fits into {theirs.formats[kept]}: it was rounded to that"
+            why = f"every value of {kept} fits into {theirs.formats[kept]}, so it was rounded"
             return Finding(Cause.DTYPE, why)
     return None
 
@@ -283,7 +280,7 @@ def _ranks_disagree(other: Trace, divergence: Divergence, theirs: StepTrace, lay
     which = "any parameter" if len(names) == len(other.names) else f"{len(names)} of {len(other.names)} parameters"
     return Finding(
         Cause.MISSING_SYNCHRONISATION,
-        f"after synchronisation the ranks do not hold the same gradient of {which} "
+        f"after synchronisation, the ranks do not hold the same gradient of {which} "
         f"({names[0]}: {theirs.gradient_spread[apart[0]]:.2g} apart)",
         names[0],
     )
@@ -301,7 +298,7 @@ def _loss(ours: StepTrace, theirs: StepTrace, divergence: Divergence, layout: La
     for size, what in _sizes(layout).items():
         if size > 1 and (is_near(ratio, size) or is_near(ratio, 1 / size)):
             times = f"{size} times" if ratio > 1 else f"1/{size} of"
-            return Finding(Cause.LOSS_NORMALISATION, f"the loss is {times} that of one process: {what} entered it")
+            return Finding(Cause.LOSS_NORMALISATION, f"the loss is {times} that of one process, so {what} affects it")
     if not (gradient_differences(ours, theirs) > SAME_RATIO).any():
         return Finding(
             Cause.LOSS_NORMALISATION, "the gradients agree, but the reported loss is not the mean over all workers"
@@ -318,7 +315,7 @@ def count_finding(ours: StepTrace, theirs: StepTrace) -> Finding:
     """Finding for a step whose loss was divided by a wrong count."""
     return Finding(
         Cause.LOSS_NORMALISATION,
-        f"the loss was divided by a count of {theirs.count:g} in place of {ours.count:g} for the same rows",
+        f"the loss was divided by a count of {theirs.count:g} instead of {ours.count:g} for the same rows",
     )
 
 
@@ -331,13 +328,13 @@ def _clipping(other: Trace, theirs: StepTrace) -> Finding | None:
         if norm is not None and not is_near(norm, theirs.grad_norm):
             return Finding(
                 Cause.CLIPPING,
-                f"it clipped by a norm of {norm:.6g}, but that of the whole gradient is {theirs.grad_norm:.6g}",
+                f"it clipped by a norm of {norm:.6g}, but the norm of the whole gradient is {theirs.grad_norm:.6g}",
             )
     return None
 
 
 def _updates_disagree(other: Trace, divergence: Divergence, theirs: StepTrace, layout: Layout) -> Finding | None:
-    """Finding for ranks that all have the right gradient and norm, but different parameters after the update."""
+    """Finding for ranks that all have the right gradient and norm but different parameters after the update."""
     if divergence.quantity != "parameters" or layout.world_size == 1:
         return None
     apart = np.flatnonzero(~(theirs.parameter_spread <= SAME_RATIO))
@@ -353,13 +350,13 @@ def _updates_disagree(other: Trace, divergence: Divergence, theirs: StepTrace, l
 
 
 def _update_lost(other: Trace, theirs: StepTrace, name: str) -> Finding | None:
-    """Finding for a parameter that the optimizer of one rank updates, but that all ranks hold unchanged."""
+    """Finding for a parameter that one rank's optimizer updates, but that is unchanged on all ranks."""
     position = other.names.index(name)
     if name not in other.owned or theirs.begins is None:
         return None
     if not np.array_equal(theirs.begins[position], theirs.parameters[position]):
         return None
-    why = f"the optimizer of one rank updates {name}, but after the step all ranks hold its old value"
+    why = f"one rank's optimizer updates {name}, but after the step all ranks hold its old value"
     return Finding(Cause.PARAMETERS, why, name)
 
 
@@ -376,24 +373,24 @@ def _uniform_ratio(ours: StepTrace, theirs: StepTrace, divergence: Divergence, l
 
 
 def ratio_finding(ratio: float, layout: Layout) -> Finding:
-    """Finding for a gradient that is `ratio` times the right one in all parameters, with the right loss."""
+    """Finding for a gradient that is `ratio` times the right one in all parameters, although the loss is right."""
     world, accumulation = layout.world_size, layout.accumulation
     times = f"the gradient is {ratio:.6g} times that of one process in every parameter"
     if abs(ratio) < SAME_RATIO:
         return Finding(Cause.MISSING_SYNCHRONISATION, f"{times}: it is missing")
     by_accumulation = is_near(ratio, accumulation) or is_near(ratio, 1 / accumulation)
     if by_accumulation and (world != accumulation or layout.is_right_without_accumulation):
-        return Finding(Cause.LOSS_NORMALISATION, f"{times}: the {accumulation} accumulation steps count wrongly")
+        return Finding(Cause.LOSS_NORMALISATION, f"{times}: the {accumulation} accumulation steps are weighted wrongly")
     if world > 1 and is_near(ratio, world):
         return Finding(
             Cause.DOUBLE_SYNCHRONISATION,
-            f"{times}: summed over the {world} workers and not divided, or summed once more",
+            f"{times}: it was summed over the {world} workers and not divided, or summed twice",
         )
     if world > 1 and is_near(ratio, 1 / world):
-        return Finding(Cause.DOUBLE_SYNCHRONISATION, f"{times}: divided by the {world} workers twice")
+        return Finding(Cause.DOUBLE_SYNCHRONISATION, f"{times}: it was divided by the {world} workers twice")
     return Finding(Cause.LOSS_NORMALISATION, f"{times}")
 
 
 def is_near(value: float, target: float) -> bool:
-    """Whether two ratios are the same, up to `SAME_RATIO`."""
+    """Whether two ratios are equal up to `SAME_RATIO`."""
     return abs(value - target) <= SAME_RATIO * abs(target)

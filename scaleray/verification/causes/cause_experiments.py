@@ -1,15 +1,15 @@
-"""Diagnosis by experiment: the part to remove from both runs, and the class of cause if they then agree."""
+"""Diagnosis by experiment: choose a part to remove from both runs, and find the class of cause if they then agree."""
 
 from scaleray.records.certificate import Divergence
 from scaleray.verification.causes.cause_classes import Cause, Finding, Layout, count_finding
 from scaleray.verification.traces.run_trace import Trace
 
 EVALUATION_MODE, NO_CLIPPING = "evaluation mode", "no clipping"
-"""Names of experiments, each for the part removed from both runs."""
+"""Names of the experiments, after the part that is removed from both runs."""
 
 
 def needs_experiments(reference: Trace, other: Trace) -> list[str]:
-    """Parts to remove from both runs, one at a time, to see whether they then agree."""
+    """Parts to remove from both runs, one at a time, to test whether the runs then agree."""
     # a strategy may draw random numbers of its own: what counts is whether the model does
     steps = any(s.draws_random_numbers or s.changes_buffers for s in reference.steps)
     found = [EVALUATION_MODE] if steps or other.quieted else []
@@ -17,20 +17,20 @@ def needs_experiments(reference: Trace, other: Trace) -> list[str]:
 
 
 def from_experiment(name: str, reference: Trace, other: Trace) -> Finding:
-    """Class of the cause, if both runs agree once `name` (from `needs_experiments`) is removed."""
+    """Class of the cause if both runs agree once `name` (from `needs_experiments`) is removed."""
     if name == NO_CLIPPING:
         return Finding(
-            Cause.CLIPPING, "without clipping both runs agree: the run does not clip by the norm of the whole gradient"
+            Cause.CLIPPING, "without clipping, both runs agree: the run does not clip by the norm of the whole gradient"
         )
     changes = any(s.changes_buffers for s in (*reference.steps, *other.steps))
     draws = any(s.draws_random_numbers for s in (*reference.steps, *other.steps))
     if draws and not (changes and "dropout" not in other.quieted and "everything" not in other.quieted):
         return Finding(
-            Cause.RANDOMNESS, "in evaluation mode both runs agree, and the training step draws random numbers"
+            Cause.RANDOMNESS, "in evaluation mode, both runs agree, and the training step draws random numbers"
         )
     return Finding(
         Cause.BATCH_NORM,
-        "in evaluation mode both runs agree, and the training step changes buffers: statistics of a part of the batch",
+        "in evaluation mode, both runs agree, and the training step changes buffers: statistics of a part of the batch",
     )
 
 
@@ -43,13 +43,13 @@ def without_experiment(reference: Trace, other: Trace, divergence: Divergence, l
     if any(s.draws_random_numbers for s in reference.steps):
         return Finding(
             Cause.RANDOMNESS,
-            "the step draws random numbers even in evaluation mode, which differ from rank to rank; "
+            "even in evaluation mode, the step draws random numbers, which differ from rank to rank; "
             "use nn.Dropout, or check module.training before drawing",
         )
     if any(s.draws_random_numbers for s in other.steps) and not layout.draws_by_itself:
         return Finding(
             Cause.RANDOMNESS,
-            "the step draws random numbers that it does not draw in one process, even in evaluation mode",
+            "even in evaluation mode, the step draws random numbers that it does not draw in one process",
         )
     steps = {s.step for s in reference.steps} & {s.step for s in other.steps}
     if divergence.step in steps:
@@ -57,9 +57,9 @@ def without_experiment(reference: Trace, other: Trace, divergence: Divergence, l
         if ours.count != theirs.count:
             return count_finding(ours, theirs)
     if divergence.quantity in ("parameters", "state before"):
-        why = "rows, loss, gradient, norm and learning rate agree, but the optimizer makes another update from them"
+        why = "rows, loss, gradient, norm and learning rate agree, but the optimizer makes a different update from them"
         return Finding(Cause.UPDATE, why, divergence.parameter)
     if divergence.quantity in ("loss", "gradient") and divergence.step - 1 in other.evaluations:
-        why = f"all agrees up to the evaluation at step {divergence.step - 1}, which leaves another state"
+        why = f"everything agrees up to the evaluation at step {divergence.step - 1}, which leaves a different state"
         return Finding(Cause.EVALUATION, why)
     return Finding(Cause.UNKNOWN, "none of the known classes fits")

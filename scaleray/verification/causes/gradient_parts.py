@@ -1,8 +1,8 @@
-"""Parts of a synchronised gradient: the weight of every micro-batch of every rank.
+"""Decompose a synchronised gradient: find the weight of every rank's every micro-batch in it.
 
-Each rank computes the gradients of its own micro-batches again, on a plain model without any strategy. The step's
-gradient is then expressed as a mixture of them, by least squares. Of several losses only the first is used, which
-starts from the same weights as the step. Used by step_trace when a step's gradient is questioned."""
+Each rank recomputes the gradients of its own micro-batches, on a plain model without any strategy. The step's gradient
+is then expressed as a mixture of them, by least squares. Of several losses only the first is used, since it starts from
+the same weights as the step. `trace_probe` uses this for a step whose gradient is in doubt."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,11 +34,11 @@ Collect = Callable[[Any], Any]
 
 
 class GradientParts:
-    """Decomposition of the gradient of one step. Everything is collective.
+    """Decomposition of the gradient of one step. All methods are collective.
 
-    names: names of all parameters, in order. whole: function from values by name to those of all ranks of this replica;
-    gather: function that gathers a value from every rank. shares, stale: as for `from_shares`; shares are None if the
-    gradient is not a mixture."""
+    names: names of all parameters, in order. whole: adds the values of this replica's other ranks to values by name;
+    gather: gathers a value from every rank. shares, stale: as for `from_shares`; shares are None if the gradient is not
+    a mixture."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class GradientParts:
         self.shares: tuple[np.ndarray, np.ndarray] | None = None
         self.stale = 0.0
         self.relations: dict[str, Relation] = {}
-        """Relations of wrong gradients to the right ones, by name."""
+        """Relations of wrong gradients to the right ones, by parameter name."""
         self.unsent: float | None = None
-        """Error of a compressed gradient plus its remainder, relative to the true gradient. The remainder of the
-        previous step must be part of it."""
+        """Error of a compressed gradient plus its remainder, relative to the true gradient. It must include the
+        previous step's remainder."""
         self._found = self._before = np.zeros(0)
         self._left: np.ndarray | None = None
         self._carried: np.ndarray | None = None
@@ -79,7 +79,7 @@ class GradientParts:
                 self._lost = self._left - self._carried if self._carried is not None else np.zeros_like(self._left)
 
     def see(self, gradients: Mapping[str, torch.Tensor | None], correction: float) -> None:
-        """Note the step's gradients, whole ones by name; times `correction` they are mean gradients. Gradients of
+        """Record the step's gradients, whole and by name; `correction` scales them to mean gradients. Gradients of
         further losses are ignored."""
         if self._is_seen:
             return
@@ -98,7 +98,7 @@ class GradientParts:
             self._left = (self._left - left) * correction
 
     def end(self) -> None:
-        """End the step, and find the shares if this is the decomposed step."""
+        """End the step; if it is the one to decompose, find the shares."""
         if self.number != self.step:
             return
         mine = (*self._pieces, self._found, self._before, (self._left, self._lost))
@@ -113,7 +113,7 @@ class GradientParts:
             self.unsent = float(max(np.linalg.norm(m) for m in (missing, *lost)) / (np.linalg.norm(true) or 1.0))
 
     def _relate(self, gradients: Mapping[str, torch.Tensor | None], correction: float) -> None:
-        """Compare the gradients of the step with the sum of all micro-batches' own, value by value. Collective."""
+        """Compare the step's gradients value by value with the sum over all micro-batches. Collective."""
         count = torch.tensor(self._count, dtype=torch.float64, device=self.place.device)
         due = {"": count, **self._due}
         for tensor in due.values() if self.place.world_size > 1 else ():
@@ -129,13 +129,12 @@ class GradientParts:
         self._due = {}
 
     def let_go(self) -> None:
-        """Release references to the training, once it has ended, and the signs of all its parameters."""
+        """Release references to the ended training and to the signs of its parameters."""
         for name in ("setup", "_sign", "_moves"):
             vars(self).pop(name, None)
 
     def _take_apart(self, batch: RankBatch) -> tuple[np.ndarray, list[float]]:
-        """(signatures (micro-batches, values) of each micro-batch's own gradient, without any strategy; the count of
-        each)."""
+        """Each micro-batch's own gradient without any strategy, as (signatures (micro-batches, values), counts)."""
         model = self._plain_model()
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad and self._moves(n)}
         gives_tuples = self.job.splits[TRAIN].gives_tuples
@@ -157,7 +156,7 @@ class GradientParts:
         return np.array(gradients), counts
 
     def _plain_model(self) -> nn.Module:
-        """A new model with the current values and no strategy. Collective for sharded parameters."""
+        """A new model with the current values and without a strategy. Collective for sharded parameters."""
         with self.place.device:
             model: nn.Module = built_model(self.job.workload)
         adapt(model, self.job.config.fine_tuning)
@@ -182,7 +181,7 @@ class GradientParts:
         return np.zeros(PROJECTIONS) if tensor is None else self._sign(name, tensor)[2:]
 
     def _solved(self, everyone: list[Any]) -> tuple[np.ndarray, np.ndarray] | None:
-        """Each rank's gradient as a mixture of all micro-batches' gradients and the previous step's gradient."""
+        """Express each rank's gradient as a mixture of all micro-batches' gradients and the previous step's."""
         most = max(len(counts) for _, counts, *_ in everyone)
         counts = np.array([[*counts, *[0.0] * (most - len(counts))] for _, counts, *_ in everyone])
         there = np.concatenate([np.array(c) > 0 for _, c, *_ in everyone])
@@ -203,8 +202,8 @@ class GradientParts:
 
 
 def _gradients(loss: torch.Tensor, parameters: list[nn.Parameter]) -> list[torch.Tensor | None]:
-    """Gradients of this worker's loss. Where workers share sequences, its passes go through all of them: each in turn
-    has the only loss that counts. Collective over these."""
+    """Gradients of this worker's loss. If workers share sequences, a pass involves all of them, so each in turn
+    contributes the only loss that counts. Collective over these workers."""
     own: list[torch.Tensor | None] = []
     for number in range(context.size()):
         is_own = number == context.rank()
@@ -218,7 +217,7 @@ def _gradients(loss: torch.Tensor, parameters: list[nn.Parameter]) -> list[torch
 
 
 def _first_loss(workload: Any, setup: Setup) -> tuple[Callable[[Any, Any], Any], Callable[[str], bool]]:
-    """The workload's loss, or the first of several, and a function that reports whether the loss moves a parameter."""
+    """The workload's loss, or the first of several, and a function that tells whether this loss moves a parameter."""
     losses = losses_of(workload)
     if losses is None:
         return workload.loss, lambda name: True
@@ -230,7 +229,7 @@ def _first_loss(workload: Any, setup: Setup) -> tuple[Callable[[Any, Any], Any],
 
 
 def _mixture(columns: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, float]:
-    """(weights with which the columns come nearest to the target; remaining distance, relative to the target)."""
+    """Best mixture of the columns for the target, as (weights, remaining distance relative to the target)."""
     weights, *_ = np.linalg.lstsq(columns, target, rcond=None)
     rest = float(np.linalg.norm(columns @ weights - target))
     return weights, rest / (float(np.linalg.norm(target)) or 1.0)

@@ -1,5 +1,5 @@
-"""Diagnosis by a gradient's values, if it is not a mixture of its micro-batches' gradients: the relation of each
-parameter's values to the right ones."""
+"""Diagnosis by a gradient's values, if it is not a mixture of its micro-batches' gradients: relate each parameter's
+values to the right ones."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from scaleray.verification.causes.cause_classes import Cause, Finding, Layout, i
 
 @dataclass(frozen=True)
 class Relation:
-    """Relation of a wrong gradient of one parameter to the right one. part: share of wrong values; ratio: their common
-    factor, or None; is_moved: whether the values are only permuted; of_parameter: factor of the parameter that was
-    added, or None; apart: relative difference of the whole."""
+    """Relation of one parameter's wrong gradient to the right one. part: share of wrong values; ratio: their common
+    factor, or None; is_moved: whether the values are only permuted; of_parameter: multiple of the parameter that was
+    added, or None; apart: relative difference of the whole gradient."""
 
     part: float
     ratio: float | None = None
@@ -24,7 +24,7 @@ class Relation:
 
 
 def relation_of(found: torch.Tensor, due: torch.Tensor, parameter: torch.Tensor) -> Relation | None:
-    """The relation of a gradient to the right one; None if they are equal. All have one shape."""
+    """Relate a gradient to the right one; None if they are equal. All arguments have the same shape."""
     found, due, parameter = (t.detach().double().flatten() for t in (found, due, parameter))
     least = SAME_RATIO * float(due.abs().max()) if due.numel() else 0.0
     wrong = (found - due).abs() > least
@@ -42,15 +42,14 @@ def relation_of(found: torch.Tensor, due: torch.Tensor, parameter: torch.Tensor)
 
 
 def _factor(values: torch.Tensor, of: torch.Tensor, least: float) -> float | None:
-    """The common factor of all values and others; None if there is none."""
+    """The common factor between `values` and `of`; None if there is none."""
     square = float(of @ of)
     factor = float(values @ of) / square if square else 0.0
     return factor if bool(((values - factor * of).abs() <= 2 * least).all()) and square else None
 
 
 def from_values(relations: Mapping[str, Relation], num_parameters: int, layout: Layout) -> Finding | None:
-    """Class of the cause, from the relations of the parameters with wrong gradients; None if they have nothing in
-    common."""
+    """Class of the cause, given the relations of parameters with wrong gradients; None if they have nothing in common."""
     if not relations:
         return None
     name, first = next(iter(relations.items()))
@@ -67,7 +66,7 @@ def from_values(relations: Mapping[str, Relation], num_parameters: int, layout: 
     if ratios and all(abs(r) < SAME_RATIO for r in ratios):
         return Finding(Cause.MISSING_SYNCHRONISATION, f"values of the gradient are missing {where}", name)
     if max(r.apart for r in found) < ROUNDED:
-        return Finding(Cause.DTYPE, f"the gradient differs by a rounding, {first.apart:.2g} of its norm, {where}", name)
+        return Finding(Cause.DTYPE, f"the gradient differs by rounding, {first.apart:.2g} of its norm, {where}", name)
     return None
 
 

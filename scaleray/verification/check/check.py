@@ -1,6 +1,6 @@
-"""`check`: data, model, loss and gradients of one batch, the speed of the input, and two processes compared with one.
+"""`check`: test data, model, loss and gradients with one batch, the speed of the input, and two processes against one.
 
-Everything runs in this process and, for the last check, in gloo processes: without Ray, MLflow or a run folder.
+Everything but the last check, which uses gloo processes, runs in this process, without Ray, MLflow or a run folder.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def check(
     speed of the input, and whether two processes equal one.
 
     config: a RunConfig, a YAML file, or a mapping of dotted keys. workload: an instance or class; None loads
-    `config.workload`. processes: also compare two processes, for two steps in float64. say: called with a line for each
-    finding as it is made. Takes about ten seconds, mostly for the processes; needs neither Ray nor MLflow. Mistakes are
-    findings of the record, not errors; a config that cannot be read is a ConfigError."""
+    `config.workload`. processes: also compare two processes with one, for two steps in float64. say: receives a line
+    for each finding as it is made. Takes about ten seconds, mostly for the processes; needs neither Ray nor MLflow. The
+    user's mistakes become findings in the record, not errors; raises ConfigError for a config that cannot be read."""
     whole, base_dir = whole_config(config, workload, base_dir)
     forbid_ray()
     return _Check(with_absolute_paths(whole), workload, base_dir, say).run(processes=processes)
@@ -128,7 +128,7 @@ class _Check:
         self.config = with_brought(self.config, workload)
 
     def _job(self, workload: Any, sources: Mapping[str, Source]) -> TrainJob:
-        """The training on one worker; the config's own number of workers must fit as well."""
+        """The training on one worker; the config's own number of workers must be valid as well."""
         splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
         recipe = derive(self.config, splits[TRAIN].size)
         here = {"scale.workers": 1, "scale.gpus_per_worker": 0, "strategy.name": "auto", **NOTHING_SAVED}
@@ -143,7 +143,7 @@ class _Check:
         return job
 
     def _step(self, subject: str, look: Callable[[], Result]) -> Result | None:
-        """Result of a check, or None if the user's code fails, which becomes a finding."""
+        """Result of a check; if the user's code fails, add a finding and return None."""
         try:
             with no_exit("the workload's code"):
                 found = look()
@@ -159,18 +159,18 @@ class _Check:
 
 
 def _rows(source: Source) -> str:
-    return "rows without an end" if source.num_rows == ENDLESS else f"{source.num_rows} rows"
+    return "an endless stream of rows" if source.num_rows == ENDLESS else f"{source.num_rows} rows"
 
 
 STEPS = 2
 ROWS = 4
-"""Samples of a global batch here: two for each process, as batch normalisation needs."""
+"""Samples of a global batch in this check: two for each process, as batch normalisation needs."""
 SUBJECT = "two processes"
 PRECISIONS = {"fp64": "float64", "fp32": "float32"}
 
 
 def two_processes(config: RunConfig, workload: Any, sources: Mapping[str, Source], code: UserCode) -> Finding:
-    """The verdict on the first steps of ddp on two gloo processes compared with one process. Raises UsageError."""
+    """Compare the first steps of ddp on two gloo processes with one process. Raises UsageError."""
     try:
         return _compared(config, workload, sources, code, precision="fp64")
     except WorkloadError as exc:
@@ -214,7 +214,7 @@ def _compared(
 
 
 def judged(outcomes: list[Outcome], *, precision: str = "fp64") -> Finding:
-    """The finding for a comparison."""
+    """Finding that describes a comparison."""
     [outcome] = outcomes
     if outcome.verdict == "refused":
         return Finding(SUBJECT, DOUBTFUL, f"not compared: {outcome.words}")

@@ -18,33 +18,33 @@ from scaleray.training.setup.job import TrainJob
 from scaleray.workload import own_method
 
 READ_S = 1.0
-"""Seconds of reading rows to measure its speed."""
+"""Seconds for which rows are read to measure the speed."""
 
 FEW = 4
 """Number of rows, or values of a row, below which they may be equal by chance."""
 ROWS = 32
-"""Rows searched for constants, at least, if the split has as many."""
+"""Minimum number of rows searched for constants, if the split has that many."""
 FEATURES = 32
-"""Number of columns of a table up to which each constant column is reported. In wider tables, such as an image's
-pixels, constants are reported from a tenth of the columns on: several may always be equal."""
+"""Number of columns of a table up to which each constant column is reported. In wider tables, such as the pixels of
+images, several columns may always be constant, so they are reported only up to a tenth of the columns."""
 
 
 def columns_of_splits(sources: Mapping[str, Source]) -> Iterator[Finding]:
-    """A finding for each split with a column of another type than in training, and one if all have the same columns. A
-    split may lack columns, as a transform may add some to training only: its loss and metrics show whether they are
-    needed."""
+    """A finding for each split with a column of another type than in training, and one if all splits have the same
+    columns. A split may lack columns, since a transform may add some only in training; its loss and metrics show
+    whether they are needed."""
     types = {name: found for name, source in sources.items() if (found := _types(name, source)) is not None}
     first, alike = types.get(TRAIN, {}), True
     for name, found in types.items():
         if (column := next((c for c in first if c in found and first[c] != found[c]), None)) is not None:
             alike = False
-            text = f"column {column} is {found[column]}, and {first[column]} in train"
+            text = f"column {column} is {found[column]} here and {first[column]} in train"
             yield Finding(f"split {name}", DOUBTFUL, text)
         elif first and found.keys() != first.keys():
             alike = False
             only = {name: [c for c in found if c not in first], TRAIN: [c for c in first if c not in found]}
             text = " and ".join(f"{', '.join(columns)} only in {split}" for split, columns in only.items() if columns)
-            yield Finding(f"split {name}", GOOD, f"{text}, the other columns are the same")
+            yield Finding(f"split {name}", GOOD, f"{text}; the other columns are the same")
     if alike and len(sources) > 1:
         yield Finding("splits", GOOD, f"{', '.join(sources)} have the same columns")
 
@@ -64,14 +64,14 @@ def repeatable(workload: Any, sources: Mapping[str, Source]) -> Iterator[Finding
             text = f"the rows are not repeatable: {values.difference}\n  {values.advice}"
             yield Finding(f"split {name}", WRONG, text)
     if (method := own_method(workload, "transform")) is not None:
-        yield Finding("transform", GOOD, f"transform() at {place_of(method)} was applied to a few rows twice")
+        yield Finding("transform", GOOD, f"transform() at {place_of(method)} gave the same result twice for a few rows")
 
 
 def constant(batch: RankBatch, *, embeds: bool = False) -> Iterator[Finding]:
-    """A finding for each column of a batch that holds a single value, for each table with such columns, and for rows of
-    several dimensions, such as images and sequences, that hold a single value. Labels, single whole numbers, may be
-    equal by chance: `ModelCheck.extremes` checks all of them. embeds: whether the model looks up tokens. The first and
-    last tokens are often equal in every row."""
+    """A finding for each column of a batch with a single value, for each table with such columns, and for
+    multidimensional rows, such as images and sequences, with a single value. Columns of single integers, such as
+    labels, are left to `ModelCheck.extremes`, since a few may be equal by chance. embeds: whether the model looks up
+    tokens, of which the first and last are often equal in every row."""
     for name, values in batch.columns.items():
         flat = flat_values(values)
         is_whole, is_ragged = flat.dtype.kind in "iu", isinstance(values, Ragged)
@@ -92,17 +92,17 @@ def constant(batch: RankBatch, *, embeds: bool = False) -> Iterator[Finding]:
         same = np.flatnonzero((rows == rows[0]).all(axis=0)).tolist()
         is_table, size = values.ndim == 2 and not (embeds and is_whole), rows.shape[1]
         if is_table and same and (size <= FEATURES or 10 * len(same) <= size):
-            text = f"column {name} has one value in all of {len(rows)} rows at place {', '.join(map(str, same))}"
+            text = f"column {name} has one value in all of {len(rows)} rows at position {', '.join(map(str, same))}"
             yield Finding("first batch", DOUBTFUL, text)
         elif (is_whole or values.ndim > 2 or size > FEATURES) and size >= FEW:
             number = int((rows == rows[:, :1]).all(axis=1).sum())
-            text = f"{number} of {len(rows)} rows of column {name} hold one value each, as an empty image does"
+            text = f"{number} of {len(rows)} rows of column {name} consist of a single value, like an empty image"
             if number:
                 yield Finding("first batch", DOUBTFUL, text)
 
 
 class InputCheck:
-    """The rows of a training as its one worker reads them."""
+    """The rows of a training, as its only worker reads them."""
 
     def __init__(self, job: TrainJob, sources: Mapping[str, Source]) -> None:
         self.job = job
@@ -110,7 +110,7 @@ class InputCheck:
         self.split = job.splits[TRAIN]
         if self.split.is_streamed:
             raise DataError(
-                "the train data", "a Ray Dataset", "check runs without Ray", "give a few rows of it as arrays"
+                "the train data", "a Ray Dataset", "check runs without Ray", "pass a few of its rows as arrays"
             )
         self.plan, self.part = plan, Part(plan, 0, 1, 0, job.recipe.total_steps)
         self.input = Input(sources, job.config.data, may_draw=True, others_wait_s=lambda: 60.0, warn=lambda text: None)
@@ -138,7 +138,7 @@ class InputCheck:
         return RankBatch(0, columns, rows_in(columns))
 
     def speed(self, figures: dict[str, Any]) -> Finding:
-        """How many rows a second one worker reads."""
+        """Finding on the number of rows that one worker reads per second."""
         stream = self.input.open(self.split, self.part)
         rows, started, taken = 0, time.perf_counter(), 0.0
         try:
@@ -150,7 +150,7 @@ class InputCheck:
         finally:
             stream.close()
         figures["input_rows_per_s"] = rows / max(taken, 1e-9)
-        return Finding("input", GOOD, f"{figures['input_rows_per_s']:,.0f} rows a second, read by one worker")
+        return Finding("input", GOOD, f"{figures['input_rows_per_s']:,.0f} rows per second, read by one worker")
 
     def columns(self, batch: RankBatch) -> Iterator[ColumnFacts]:
         """Facts about each column of a batch."""
@@ -163,7 +163,7 @@ class InputCheck:
 
 
 def _types(split: str, source: Source) -> dict[str, str] | None:
-    """Type and shape of each column; the columns of a Dataset of tuples are named without the name of their split."""
+    """Type and shape of each column; columns of a Dataset of tuples are named without their split."""
     try:
         rows: Columns = source.read(np.arange(1))
     except (DataError, TypeError):

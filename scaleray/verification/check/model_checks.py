@@ -1,4 +1,4 @@
-"""Checks of a workload's model, loss, gradients and metrics with one batch, as its training uses it."""
+"""Checks of a workload's model, loss, gradients and metrics with one batch, as in training."""
 
 import contextlib
 import math
@@ -35,15 +35,15 @@ from scaleray.workload import built_model, call_user_code
 CPU = torch.device("cpu")
 MOST_NAMED = 4
 METRIC_ROUNDING = 1e-2
-"""Largest relative difference of a metric's sum from that of its halves: a threshold may lie between two roundings."""
+"""Allowed relative difference of a metric's sum from that of its halves: a threshold may lie between two roundings."""
 MOST_ROWS = 100_000
 """Rows of a split that are searched for extreme values."""
 DTYPE_WORDS = ("dtype", "expected scalar type", "same type")
-"""torch's message on operands of different types."""
+"""Parts of torch's message on operands of different types."""
 
 
 def built_alike(job: TrainJob) -> Finding:
-    """Whether the model draws the same parameters from the same seed, as each worker must."""
+    """Finding on whether the model draws the same parameters from the same seed, as it must on each worker."""
     made = []
     for _ in range(2):
         with same_random_numbers(CPU):
@@ -53,7 +53,7 @@ def built_alike(job: TrainJob) -> Finding:
     where = f"build_model() at {place_of(job.workload.build_model)}"
     for name, parameter in first.items():
         if name not in second or not torch.equal(parameter, second[name]):
-            text = f"{where} gives another {name} from the same seed: draw from torch's, numpy's or Python's generators"
+            text = f"{where} draws a different {name} from the same seed: use torch's, numpy's or Python's generators"
             return Finding("build_model", WRONG, text)
     return Finding("build_model", GOOD, f"{where} draws the same {len(first)} parameters from the same seed")
 
@@ -70,7 +70,7 @@ class ModelCheck:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Callable[[], bool]]:
-        """Context that ends the set-up; yields the function that begins it."""
+        """Context that cleans up the set-up; yields the function that performs it."""
         with contextlib.ExitStack() as stack:
 
             def begin() -> bool:
@@ -87,13 +87,13 @@ class ModelCheck:
 
     @property
     def losses(self) -> dict[str, Callable[[Any, Any], Any]]:
-        """The workload's losses by the subject of their findings."""
+        """The workload's losses, by the subject of their findings."""
         workload = self.job.workload
         several = losses_of(workload)
         return {"loss": workload.loss} if several is None else {f"loss {n}": loss for n, loss in several.items()}
 
     def loss(self, figures: dict[str, Any]) -> Iterator[Finding]:
-        """The loss of the batch as in training, or each of several. Raises DataError or WorkloadError."""
+        """Findings on the batch's loss as in training, or on each of several. Raises DataError or WorkloadError."""
         losses = self.losses
         method = losses.get("loss") or self.job.workload.losses
         try:
@@ -118,14 +118,15 @@ class ModelCheck:
             yield Finding(subject, GOOD if count else WRONG, text)
 
     def _cut(self, loss: Callable[[Any, Any], Any]) -> str:
-        """Whether the rows may be cut into micro-batches, as text: their loss is compared with that of their halves, in
-        evaluation mode, without dropout and batch statistics. Losses that may not be cut are refused earlier."""
+        """Text on whether the rows may be divided into micro-batches: compares their loss with that of their halves, in
+        evaluation mode, without dropout and batch statistics. Losses that must not be divided are refused earlier.
+        """
         if has_batch_loss(self.job.workload):
-            return "it is taken over the whole batch"
+            return "it is computed over the whole batch"
         rows = {name: values[: max(2, self.num_rows)] for name, values in self.batch.columns.items()}
         size = rows_in(rows)
         if (half := size // 2) == 0:
-            return "one row has no halves to compare"
+            return "a single row has no halves to compare"
         cuts = slice(None), slice(half), slice(half, None), slice(None)
         try:
             with (
@@ -136,16 +137,16 @@ class ModelCheck:
                 found = [self._raw_loss({n: v[cut] for n, v in rows.items()}, loss) for cut in cuts]
                 whole, first, second, again = [(float(total.detach()), float(count)) for total, count in found]
         except Exception:  # whatever the user's code raises in a mode that it may not know
-            return "halves not compared, as the loss fails in evaluation mode"
+            return "halves were not compared, since the loss fails in evaluation mode"
         if again != whole:
-            return "halves not compared, as the loss draws random numbers"
+            return "halves were not compared, since the loss draws random numbers"
         if not apart(whole, first, second, rounding_of(self.job.config)):
             return "halves add up"
         declared = "count='rows'" if hasattr(self.job.workload, "explain_weight") else "depends_on_micro_batch"
         return f"{to_text(whole, first, second, (size, half, size - half))}, which {declared} accepts"
 
     def gradients(self, figures: dict[str, Any]) -> Iterator[Finding]:
-        """The gradients of one micro-batch, the parameters without one, and the memory used."""
+        """Findings on one micro-batch's gradients, parameters without a gradient, and memory."""
         live = LiveTensors()
         with unchanged_model(self.job.workload, self.module), same_random_numbers(CPU):
             with live:
@@ -160,7 +161,7 @@ class ModelCheck:
             figures |= self._bytes(live)
             self.module.zero_grad(set_to_none=True)
         if broken:
-            text = f"NaN or infinite in {_named(broken)}: look for a log or division of zero, or a square root at zero"
+            text = f"NaN or infinite in {_named(broken)}: look for a logarithm, division or square root of zero"
             yield Finding("gradients", WRONG, text)
         else:
             yield Finding("gradients", GOOD, f"finite for {len(trained) - len(without)} of {len(trained)} parameters")
@@ -171,7 +172,7 @@ class ModelCheck:
             )
             yield Finding("unused parameters", DOUBTFUL, text)
         if still and not broken:
-            text = f"zero everywhere for {_named(still)}: right only for layers that start at zero and those behind"
+            text = f"zero everywhere for {_named(still)}: correct only if layers start at zero"
             yield Finding("zero gradients", DOUBTFUL, text)
         text = (
             f"parameters {memory(figures['parameter_bytes'])}, gradients {memory(figures['gradient_bytes'])}, and at "
@@ -180,7 +181,7 @@ class ModelCheck:
         yield Finding("memory", GOOD, text)
 
     def metrics(self) -> Iterator[Finding]:
-        """The metrics of a few rows of each evaluated split, and whether they are sums."""
+        """Findings on the metrics of a few rows of each evaluated split, and on whether they are sums."""
         method = getattr(self.job.workload, "metrics", None)
         names: set[str] = set()
         objects: set[str] = set()
@@ -197,7 +198,7 @@ class ModelCheck:
                 ]
                 if (bad := _averaged(whole, *parts)) is not None:
                     where = f"metrics() at {place_of(method)}"
-                    text = f"{bad} of {where} is a mean: return the sum, and the number that it was summed over"
+                    text = f"{bad} of {where} is a mean: return the sum and the number of summed items"
                     yield Finding("metrics", WRONG, text)
                     return
                 for name, pair in whole.items():
@@ -209,7 +210,7 @@ class ModelCheck:
             names |= {f"{split.name}/{name}" for name in whole}
             objects |= {f"{split.name}/{name}" for name in self._objects(split.name).names}
         if cut is not None:
-            advice = "return sums over rows, or give it as an object of torchmetrics in metric_objects()"
+            advice = "return sums over rows, or return a torchmetrics object from metric_objects()"
             yield Finding("metrics", DOUBTFUL, f"{cut}, so it depends on micro-batches and workers\n  {advice}")
         elif names or objects:
             texts = [f"{', '.join(sorted(names))}: finite, and halves add up"] if names else []
@@ -217,7 +218,7 @@ class ModelCheck:
             yield Finding("metrics", GOOD, "; ".join(texts))
 
     def evaluated(self) -> None:
-        """The loss of a few rows of each evaluated split, if evaluations compute it. Raises WorkloadError."""
+        """Compute the loss of a few rows of each evaluated split, if evaluations compute it. Raises WorkloadError."""
         for split in self.job.evaluation_splits():
             rows = self.sources[split.name].read(np.arange(min(8, split.num_rows)))
             if self._asks_for_loss(split.name, rows, gives_tuples=split.gives_tuples):
@@ -228,12 +229,12 @@ class ModelCheck:
                 )
 
     def _asks_for_loss(self, split: str, rows: Mapping[str, Any], *, gives_tuples: bool) -> bool:
-        """Whether an evaluation of a split computes the loss: metrics may provide it themselves."""
+        """Whether an evaluation of a split computes the loss, rather than getting it from the metrics."""
         return has_loss(self.job.workload) and "loss" not in self._metrics_of(rows, gives_tuples, split)
 
     def extremes(self) -> Iterator[Finding]:
-        """The loss of the rows with the smallest and the largest value of each column, which shows a label or token out
-        of range."""
+        """Compute the loss of the rows with the smallest and the largest value of each column, which finds a label or
+        token out of range."""
         for split in self.job.splits.values():
             source = self.sources[split.name]
             chosen, searched = _extreme_rows(source)
@@ -257,10 +258,10 @@ class ModelCheck:
                         "labels and tokens must be below the model's number of classes or tokens: check the data, "
                         "and the size of the last layer or embedding",
                     ) from exc
-        yield Finding("extreme rows", GOOD, f"smallest and largest values of {', '.join(chosen) or 'no column'} pass")
+        yield Finding("extreme rows", GOOD, f"extreme values of {', '.join(chosen) or 'no column'} pass")
 
     def _pass_over(self, split: Split, rows: Mapping[str, Any]) -> None:
-        """Compute for these rows all that training or an evaluation computes."""
+        """Compute everything for these rows that training or an evaluation computes."""
         if split.name == TRAIN:
             for loss in self.losses.values():
                 self._loss_of(rows, loss, evaluates=True)
@@ -325,7 +326,7 @@ class ModelCheck:
         return found
 
     def _objects(self, split: str) -> MetricObjects:
-        """The metrics that keep their own state."""
+        """The metrics that hold their own state."""
         return MetricObjects(self.job.workload, self.place, split)
 
     def _bytes(self, live: LiveTensors) -> dict[str, int]:
@@ -340,7 +341,7 @@ class ModelCheck:
         }
 
     def _dtype_error(self, exc: WorkloadError) -> WorkloadError | None:
-        """The error of a loss that mixes types, with the types of model and data."""
+        """Error for a loss that mixes types, naming the types of model and data."""
         cause = exc.__cause__
         if not isinstance(cause, RuntimeError) or not any(words in text_of(cause) for words in DTYPE_WORDS):
             return None
@@ -350,13 +351,13 @@ class ModelCheck:
         where = place_of(self.job.workload.build_model)
         return WorkloadError.problem(
             "the model",
-            f"has the types {kinds}, and columns have {given or 'no floating-point type'}: {first_line(cause)}",
+            f"has the types {kinds}, and the columns have {given or 'no floating-point type'}: {first_line(cause)}",
             f"build it as float32 at {where} and set precision.dtype, or change the type in datasets()\n  {exc.hint}",
         )
 
 
 def _placed(exc: WorkloadError, method: Any) -> WorkloadError:
-    """The error with the location of the method, if it does not show a line of the user's yet."""
+    """The error, with the location of the method unless it already shows a line of the user's code."""
     if exc.__cause__ is not None or 'File "' in exc.hint:
         return exc
     return WorkloadError(f"{exc.what} at {place_of(method)}", exc.found, exc.allowed, exc.hint)
@@ -367,7 +368,7 @@ def _averaged(
     one: Mapping[str, tuple[float, float]],
     other: Mapping[str, tuple[float, float]],
 ) -> str | None:
-    """Name of a metric whose sum is really a mean: that of the whole is the mean of its halves."""
+    """Name of a metric whose sum is really a mean, since the whole's value is the mean of its halves' values."""
     for name, (total, count) in whole.items():
         if name not in one or name not in other or count <= 1:
             continue
@@ -379,8 +380,7 @@ def _averaged(
 
 
 def _extreme_rows(source: Source) -> tuple[dict[str, list[int]], int]:
-    """Numbers of the rows with the smallest and largest value of each column of whole numbers, and the number of rows
-    searched."""
+    """Row numbers of the smallest and largest value of each integer column, and the number of rows searched."""
     size = min(source.num_rows, MOST_ROWS)
     if source.group_sizes is not None:
         size = min(size, source.group_sizes[0])

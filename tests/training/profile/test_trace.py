@@ -144,7 +144,7 @@ def test_ranks_are_named_by_number_and_by_word():
     request = trace_request("0,one-a-node")
     assert request.is_fixed(0, 0) and request.is_fixed(4, 0) and not request.is_fixed(5, 1)
     for wrong in ("-1", "all", "1.5", ""):
-        with pytest.raises(ConfigError, match="it must be a comma-separated list of rank numbers, slowest and one-a-node"):
+        with pytest.raises(ConfigError, match="a comma-separated list of rank numbers, slowest and"):
             trace_request(wrong)
 
 
@@ -156,7 +156,7 @@ def test_a_rank_that_is_not_there_is_refused():
 
 def test_a_training_that_is_too_short_for_a_trace_is_refused():
     assert TraceRequest().first_step(6) == 1
-    with pytest.raises(ConfigError, match="--steps is 5: tracing needs 6: 3 to warm up"):
+    with pytest.raises(ConfigError, match="--steps is 5: tracing needs 6 steps, 3 of them to warm up"):
         TraceRequest().first_step(5)
 
 

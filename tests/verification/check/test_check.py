@@ -46,11 +46,11 @@ def test_a_workload_without_a_mistake_is_ready_to_train():
         (
             "Double",
             "loss",
-            ["has the types float64 (2.bias), and columns have float32 (x)", "wrong_workloads.py:", "datasets()"],
+            ["has the types float64 (2.bias), and the columns have float32 (x)", "wrong_workloads.py:", "datasets()"],
         ),
         ("Unrepeatable", "split train", ["transform() at ", "wrong_workloads.py:", "returns a different column x"]),
-        ("OtherModelEachTime", "build_model", ["wrong_workloads.py:", "gives another 2.bias from the same seed"]),
-        ("InfiniteGradient", "gradients", ["NaN or infinite in", "square root at zero"]),
+        ("OtherModelEachTime", "build_model", ["wrong_workloads.py:", "draws a different 2.bias from the same seed"]),
+        ("InfiniteGradient", "gradients", ["NaN or infinite in", "square root of zero"]),
         ("RaisesInTheLoss", "loss", ["wrong_workloads.py", "KeyError: 'labels'"]),
         ("Gaps", "loss", ["column x of the first batch", "NaN or infinite in 8 of 8 rows"]),
         ("BatchNegatives", "loss", ["depends on how a batch is cut: 8 rows give ", "wrong_workloads.py:"]),
@@ -73,7 +73,7 @@ def test_a_mistake_is_named_with_its_place(name, subject, says):
     [
         ("Unused", "unused parameters", "head.weight, head.bias get none"),
         ("BatchMetric", "metrics", "val/squared: it depends on how a batch is cut: 8 rows give "),
-        ("OtherColumns", "split val", "column x is float64[4], and float32[4] in train"),
+        ("OtherColumns", "split val", "column x is float64[4] here and float32[4] in train"),
     ],
 )
 def test_what_training_survives_is_worth_a_look(name, subject, says):
@@ -118,11 +118,11 @@ def test_two_processes_that_train_something_else_are_found():
         ("Objects", "val/auroc: accepts the result of metrics()"),
         ("LossesAlone", "loss other: sum "),
         ("LossesAlone", "noise only in train"),
-        ("DrawsInItsLoss", "halves not compared, as the loss draws random numbers"),
+        ("DrawsInItsLoss", "halves were not compared, since the loss draws random numbers"),
         ("SparseBuffer", "halves add up"),
         ("SparseGradient", "gradients: finite for 3 of 3 parameters"),
         ("NegativesOfMicroBatches", "which depends_on_micro_batch accepts"),
-        ("WholeBatchNegatives", "it is taken over the whole batch"),
+        ("WholeBatchNegatives", "it is computed over the whole batch"),
         ("Compiled", "draws the same 2 parameters"),
     ],
 )

@@ -24,12 +24,12 @@ def with_one_value(values, where, value):
     [
         (np.full((8, 3, 4, 4), 255, np.uint8), "column x is 255 in all of 8 rows"),
         (np.full(8, 0.5), "column x is 0.5 in all of 8 rows"),
-        (with_one_value(TABLE, (slice(None), 2), 7.0), "column x has one value in all of 8 rows at place 2"),
-        (with_one_value(TOKENS, (slice(None), 5), 7), "column x has one value in all of 8 rows at place 5"),
+        (with_one_value(TABLE, (slice(None), 2), 7.0), "column x has one value in all of 8 rows at position 2"),
+        (with_one_value(TOKENS, (slice(None), 5), 7), "column x has one value in all of 8 rows at position 5"),
         (np.zeros((8, 3, 4, 4), np.uint8), "column x is 0 in all of 8 rows"),
-        (with_one_value(WIDE, (slice(None), 33), 0), "column x has one value in all of 8 rows at place 33"),
-        (with_one_value(IMAGES, [1, 5], 9), "2 of 8 rows of column x hold one value each"),
-        (with_one_value(TOKENS, 3, 0), "1 of 8 rows of column x hold one value each"),
+        (with_one_value(WIDE, (slice(None), 33), 0), "column x has one value in all of 8 rows at position 33"),
+        (with_one_value(IMAGES, [1, 5], 9), "2 of 8 rows of column x consist of a single value"),
+        (with_one_value(TOKENS, 3, 0), "1 of 8 rows of column x consist of a single value"),
     ],
 )
 def test_what_is_constant_is_named(values, words):
