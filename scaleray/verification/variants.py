@@ -1,7 +1,7 @@
-"""Check whether a strategy equals the training of one process: both run through the real loop and are compared.
+"""Check whether a strategy equals the training of one process: run both through the real loop and compare them.
 
-Works in any group of workers: under Ray Train, in plain gloo processes, or alone. Rank 0 compares and decides; every
-rank then runs the decided variants."""
+Works in any group of workers: under Ray Train, in plain gloo processes, or alone. Rank 0 compares and decides which
+runs are needed; every rank then takes part in them."""
 
 import dataclasses
 import math
@@ -59,17 +59,16 @@ from scaleray.verification.verdicts.verdict_texts import (
 __all__ = ["GUARANTEES", "Assignment", "Guarantee", "References", "Variant", "loop", "short_job", "verify_group"]
 
 UNSAVED = "the state of the"
-"""Beginning of an error that names the part of a training's state that cannot be saved."""
+"""Prefix of errors that name a part of a training's state that cannot be saved."""
 
 Tell = Callable[["Outcome | None"], None]
-"""Function called with each outcome as it arrives, and with None once the reference has run."""
+"""Function that receives each outcome as it arrives, and None once the reference has run."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Variants that a group of workers verifies. reference: one process, one micro-batch. folder: folder for
-    checkpoints, seen by all workers of all groups that share references; None: a folder on this machine, for this
-    group."""
+    """Variants that a group of workers verifies. reference: one process with one micro-batch. folder: for checkpoints,
+    visible to all workers of all groups that share references; None: a folder on this machine, for this group alone."""
 
     reference: Variant
     variants: tuple[Variant, ...]
@@ -85,8 +84,8 @@ def verify_group(
     sources: Sources,
     tell: Tell = lambda outcome: None,
 ) -> tuple[list[Outcome], References]:
-    """Compare every variant with one process. Collective over the place's group. New references are added to the given
-    ones (rank 0).
+    """Compare every variant with one process. Collective over the place's group. Rank 0 adds new references to the
+    given ones.
 
     tell: called on rank 0, see `Tell`. Raises UsageError when the reference itself cannot run."""
     return _Group(place, assignment, references, sources, tell).run()
@@ -133,8 +132,8 @@ class _Group:
             self.tell(self.outcomes[-1])
 
     def _choose_quiet(self) -> tuple[str, bool]:
-        """Return the parts to disable so that several workers can repeat one process, and whether the model takes
-        statistics over repeatable batches. Runs the reference."""
+        """Run the reference, and return the parts to disable so that several workers can repeat one process, and
+        whether the model takes statistics over batches that they can repeat."""
         trace = self.runs.reference(Key(Quieted.MODULES))
         if not any(step.draws_random_numbers for step in trace.steps):
             has_statistics = "BatchNorm" in trace.quieted and "SyncBatchNorm" not in trace.quieted
@@ -186,7 +185,7 @@ class _Group:
     def _before_failure(
         self, variant: Variant, key: Key, guarantee: Guarantee, probes: list[TraceProbe]
     ) -> Found | None:
-        """Divergence before a run failed, if its traces show one: possibly the reason of the failure. On rank 0."""
+        """Divergence that a failed run's traces show before the failure, possibly its reason. On rank 0."""
         done = [probe.trace() for probe in probes if probe.has_begun]
         if not done:
             return None
@@ -201,8 +200,8 @@ class _Group:
         return None
 
     def _resumed_here(self, variant: Variant, key: Key, outcome: Outcome, watched: Watched) -> Outcome:
-        """The outcome with the verdict on a resume on as many workers, which takes precedence over a divergence after
-        the resume on other workers. Collective."""
+        """The outcome with the verdict on a resume on the same number of workers, which takes precedence over a
+        divergence after a resume on another number. Collective."""
         half = self.runs.resumes_after(variant)
         is_apart = outcome.mismatch is not None and outcome.mismatch.step <= (half or 0)
         if half is None or self.place.world_size == 1 or is_apart:
@@ -211,7 +210,7 @@ class _Group:
         return self._with(outcome, found)
 
     def _partial_step(self, variant: Variant) -> int:
-        """Number of the first step, after whole ones, in which workers may have unequal counts."""
+        """Number of the first step that is not full, in which workers may have unequal counts."""
         last = self.runs.resumes_after(variant) or variant.job.recipe.total_steps
         return max(1, min(last, variant.job.train_plan().steps_per_epoch))
 
@@ -226,7 +225,7 @@ class _Group:
         return self._with(outcome, on_first(self.place, lambda: self._masks_broken(variant, trace)))
 
     def _compared(self, key: Key, trace: Trace) -> tuple[Comparison, float, str]:
-        """Comparison of a run that must be equal, its bound, and the origin of a wider bound. On rank 0."""
+        """Comparison of a run that must be equal, its bound, and the reason for a wider bound. On rank 0."""
         reference = self.runs.reference(key)
         comparison = compare(reference, trace, bound=self.bound)
         if comparison.divergence is None:
@@ -286,7 +285,7 @@ class _Group:
             for name in dict.fromkeys((*due, *found)):
                 apart = abs(due.get(name, math.inf) - found.get(name, math.inf))
                 if not apart <= self.bound * max(1.0, abs(due.get(name, 0.0))):
-                    why = f"{name} is {found.get(name)}, and that of the mean of all replicas is {due.get(name)}"
+                    why = f"{name} is {found.get(name)}, but the mean of all replicas has {due.get(name)}"
                     return Divergence(step, "evaluation", apart, name), Finding(Cause.EVALUATION, why)
         return None
 
@@ -327,13 +326,13 @@ class _Group:
         if broken is None:
             return None
         finding = from_traces(due, found, broken, Layout(1, 1)) if broken.quantity in kept else None
-        why = f"one process that continues from this checkpoint has another {broken.quantity} in its first step"
+        why = f"one process that continues from this checkpoint has a different {broken.quantity} in its first step"
         if finding is not None:
             why = f"{why}: {finding.why}"
         return broken, Finding(Cause.RESUME if finding is None else finding.cause, why, broken.parameter)
 
     def _in_own_precision(self, variant: Variant, outcome: Outcome) -> Outcome:
-        """The outcome with the distance in the run's own precision, and the verdict on it."""
+        """The outcome with the difference in the run's own precision, and the verdict on it."""
         if variant.own is None or variant.own.config.precision.dtype == variant.job.config.precision.dtype:
             return outcome
         key = dataclasses.replace(self._key(variant), own=OWN)

@@ -1,4 +1,4 @@
-"""Variants of a training to verify: strategies x numbers of workers x accumulation, as far as possible."""
+"""Variants of a training to verify: strategies x numbers of workers x accumulation, where possible."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from scaleray.verification.runs.compared_runs import Variant
 from scaleray.verification.verify_options import VerifyOptions
 
 CPUS_PER_WORKER = 0.25
-"""CPUs of a worker. Numbers are compared, not speed, so workers may share a core to fit on a small machine."""
+"""CPUs of a worker. Since numbers and not speeds are compared, workers may share a core to fit on a small machine."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Plan:
 
 
 def make_plan(config: RunConfig, options: VerifyOptions, workload: Any, sources: Mapping[str, Source]) -> Plan:
-    """Requested variants that the config and the strategies allow, and the others with the reason.
+    """Plan the requested variants that the config and the strategies allow, and list the others with reasons.
 
     Raises UsageError."""
     splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
@@ -83,12 +83,12 @@ def make_plan(config: RunConfig, options: VerifyOptions, workload: Any, sources:
 
 
 def _check_comparable(train: Split) -> None:
-    """Raise DataError for data that do not give the same rows and values for every number of workers."""
+    """Raise DataError if rows or values depend on the number of workers or change when read again."""
     if train.is_streamed:
         raise DataError(
             "the train data",
             "a Ray Dataset",
-            "its order depends on the number of workers, so that runs cannot be compared",
+            "its order depends on the number of workers, so runs cannot be compared",
             "verify with rows that can be read by index: arrays, ParquetSource, TokenSource or a torch Dataset",
         )
     if not train.row_values.are_repeatable:
@@ -102,7 +102,7 @@ def _check_comparable(train: Split) -> None:
 def _later_training(
     config: RunConfig, options: VerifyOptions, size: DataSize, batch_size: int
 ) -> tuple[RunConfig, int]:
-    """The config of the steps after the resume and its global batch size, which differs if the training allows it."""
+    """Config and global batch size of the steps after the resume, another size if the training allows it."""
     if config.data.bucket_by_length is not None or size.packed_steps(config) is not None:
         return config, batch_size  # which rows share a batch follows from its size
     world_sizes = options.sizes
@@ -119,7 +119,7 @@ def _later_training(
 
 @dataclass(frozen=True)
 class _Trainings:
-    """The training to verify, which can be spread over workers in any way. later_config: config after the resume."""
+    """The training to verify, to be spread over workers in various ways. later_config: config after the resume."""
 
     config: RunConfig
     later_config: RunConfig
@@ -131,7 +131,7 @@ class _Trainings:
     batch_size: int
 
     def variant(self, spread: Spread, world_size: int, accumulation: int) -> Variant:
-        """The training spread in this way. Raises ConfigError if that is impossible."""
+        """The training, spread over workers in this way. Raises ConfigError if that is impossible."""
         first = self._job(self.config, spread, world_size, accumulation)
         own = with_rows(short_job(first, steps=self.options.compared_steps), self.rows.epoch)
         later = None
@@ -160,7 +160,7 @@ class _Trainings:
         return TrainJob(there, recipe, self.workload, self.splits, steady_time())
 
     def _compared(self, job: TrainJob) -> TrainJob:
-        """The compared first steps of the job."""
+        """The first steps of the job, which are compared."""
         short = short_job(job, steps=self.options.compared_steps, precision=self.options.precision)
         # so few that a worker has a row less than another, and the last batch of some none
         return with_rows(short.changed(splits=self.splits), self.rows.epoch, evaluated=self.batch_size + 3)
@@ -204,20 +204,20 @@ def _spreads(options: VerifyOptions, config: RunConfig, world_size: int) -> list
 
 
 def strategy_names(options: VerifyOptions) -> list[str]:
-    """Names of strategies, `own` and `all` among them. Raises ConfigError for an unknown one."""
+    """Names of strategies, possibly including `own` and `all`. Raises ConfigError for an unknown one."""
     for name in options.names:
         if name not in (*STRATEGIES, "all", "own"):
-            raise ConfigError("--strategies", name, f"it must be one of all, {', '.join(STRATEGIES)} and own")
+            raise ConfigError("--strategies", name, f"it must be one of all, {', '.join(STRATEGIES)} or own")
     return options.names
 
 
 def default_world_sizes(config: RunConfig) -> tuple[int, ...]:
-    """Numbers of workers compared by default: one, and the fewest above one that the config allows."""
+    """Numbers of workers to compare by default: one, and the smallest above one that the config allows."""
     return 1, max(2, config.parallel.least_workers(config.strategy.name))
 
 
 def course(plan: Plan) -> dict[str, int]:
-    """Events within the compared steps, as text."""
+    """Events within the compared steps, as numbers by name."""
     variant = plan.reference
     found = {
         "rows_of_epoch": variant.job.splits[TRAIN].num_rows,
@@ -257,16 +257,15 @@ def _check_world_size(world_size: int, batch_size: int) -> None:
 
 
 def _recipe(config: RunConfig, size: DataSize, accumulation: int, *, at_most: bool) -> Recipe:
-    """The recipe with so many micro-batches in each worker's step, of which the last may be smaller.
+    """The recipe with this number of micro-batches in each worker's step, of which the last may be smaller.
 
-    at_most: accept a single micro-batch although more were requested, which is otherwise an error. Raises
-    ConfigError."""
+    at_most: accept a single micro-batch although more were requested, instead of raising ConfigError."""
     recipe = derive(config, size)
     share = recipe.per_worker_batch_size
     micro_size = -(-share // accumulation)
     if micro_size == share:
         if accumulation > 1 and not at_most:
-            raise ConfigError("--accumulation", accumulation, f"each worker's step has only {share} sample")
+            raise ConfigError("--accumulation", accumulation, f"each worker has only {share} sample in a step")
         return recipe
     # what a config refuses, it refuses for any number of micro-batches above one
     divisor = (largest_divisor(share, at_most=micro_size) or 1) * (config.batch.global_size // recipe.global_batch_size)
@@ -279,14 +278,14 @@ def _recipe(config: RunConfig, size: DataSize, accumulation: int, *, at_most: bo
 
 @dataclass(frozen=True)
 class Spread:
-    """A way of spreading a training over workers. degrees: None: those of the config, or the strategy's own."""
+    """A way of spreading a training over workers. degrees: None for those of the config, or the strategy's own."""
 
     strategy: str
     degrees: Degrees | None = None
 
     @property
     def layout(self) -> str:
-        """The degrees as text, if given."""
+        """The given degrees as text, if any."""
         return self.degrees.text() if self.degrees else ""
 
     def on(self, config: RunConfig, world_size: int) -> RunConfig:

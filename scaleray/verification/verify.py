@@ -1,7 +1,7 @@
 """`verify`: is the distributed run still the same training? Plans and runs the variants, and writes the certificate.
 
-One Ray Train launch for each number of workers, or plain gloo processes; the first runs the single process that the
-others must equal."""
+Each number of workers is one launch of Ray Train or of plain gloo processes. The first launch also runs the single
+process that all variants must equal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from scaleray.verification.verify_resume import verify_resumes
 RunGroup = Callable[[int, Assignment, References, Tell], tuple[list[Outcome], References]]
 """Function that runs the variants of one number of workers, and reports each as it is done."""
 CHECKPOINTS = "compared"
-"""Folder of the checkpoints passed on between numbers of workers; deleted at the end."""
+"""Folder for checkpoints that groups of different sizes share; deleted at the end."""
 PARAMS = (
     "config_hash", "environment_hash", "bound", "precision", "own_precision", "steps", "strategies", "world_sizes",
     "accumulation", "global_batch_size", "where",
@@ -65,9 +65,9 @@ def verify(
     """Check that strategies and numbers of workers repeat the training of one process, step by step.
 
     config: a RunConfig, a YAML file, or a mapping of dotted keys or sections. workload: a class or an object; None
-    loads the config's. say: called with lines on the progress. base_dir: folder to which a RunConfig's paths are
-    relative. Returns the certificate; a mismatch is not an error but makes `passed` false. Raises UsageError for errors
-    of use, and RunFailedError for a group that died."""
+    loads the config's. say: receives lines on the progress. base_dir: folder to which a RunConfig's paths are relative.
+    Returns the certificate; a mismatch raises no error but makes `passed` false. Raises UsageError for errors of use,
+    and RunFailedError for a group that died."""
     whole, base_dir, workload = resolved(config, workload, base_dir)
     if options.resume:
         return verify_resumes(whole, options, workload, say=say, base_dir=base_dir)
@@ -112,7 +112,7 @@ def _naming_casts(verification: Verification) -> Iterator[None]:
 
 
 def _with_casts(outcomes: list[Outcome], verification: Verification) -> list[Outcome]:
-    """The outcomes; those that differ also name the casts by which the workload leaves float64."""
+    """The outcomes, to which the casts that leave float64 are added if they differ."""
     if not any(outcome.verdict == "differs" for outcome in outcomes):
         return outcomes
     words = casts_text(_casts(verification))
@@ -140,7 +140,7 @@ def _announce(verification: Verification, say: Say) -> None:
     say(f"  {events_text(verification.plan)}")
     if not verification.options.local:
         cpus = reference.config.scale.cpus_per_worker
-        say(f"  workers request {cpus:g} CPU each: numbers are compared, not speed")
+        say(f"  each worker requests {cpus:g} CPU, since numbers are compared and not speeds")
 
 
 def _outcomes(verification: Verification, run_group: RunGroup, say: Say, checkpoints: str) -> Iterator[Outcome]:
@@ -163,8 +163,8 @@ def _outcomes(verification: Verification, run_group: RunGroup, say: Say, checkpo
 def _survived(
     run_group: RunGroup, world_size: int, assignment: Assignment, references: References, advance: Callable[[], None]
 ) -> tuple[list[Outcome], References]:
-    """The outcomes of a group. If a variant hangs or ends a process, the group is started again for the variants after
-    it. Raises RunFailedError if the reference itself fails."""
+    """The outcomes of a group. If a variant hangs or ends a process, the group restarts with the variants after it.
+    Raises RunFailedError if the reference itself fails."""
     outcomes: list[Outcome] = []
     while True:
         received: list[Outcome | None] = []
@@ -224,8 +224,8 @@ def _read(verification: Verification) -> dict[str, Source]:
 def verify_here(
     place: RankContext, assignment: Assignment, references: References | None, sources: Mapping[str, Source], tell: Tell
 ) -> tuple[list[Outcome], References]:
-    """One worker's part. It reads its rows itself, so that nothing but the training differs. references: only needed on
-    rank 0."""
+    """One worker's part of the verification. It reads its own rows, so that only the training differs. references:
+    needed only on rank 0."""
     import torch
 
     torch.set_num_threads(1)

@@ -15,10 +15,10 @@ class VerifyOptions:
     """Variants to compare, and options of the comparison."""
 
     strategies: Words = "own"
-    """Names, separated by commas; own: the config's own; all: every strategy, where those that cannot run this workload
-    are listed."""
+    """Names, separated by commas; own: the config's own; all: every strategy, listing those that cannot run this
+    workload."""
     world_sizes: Numbers | None = None
-    """Numbers of workers, separated by commas. By default 1 and 2, or 1 and the workers of one model if it is split."""
+    """Numbers of workers, separated by commas. By default 1 and 2, or 1 and the number that a split model needs."""
     accumulation: Numbers = "1,3"
     """Micro-batches in each worker's step, separated by commas."""
     steps: int | None = None
@@ -27,29 +27,29 @@ class VerifyOptions:
     """Largest relative difference of a step's loss, its gradient norm and the final parameters. The default depends on
     the precision: 1e-9 in fp64, 1e-4 in fp32, 0.05 in bf16 and fp16."""
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp64"
-    """Arithmetic of the check. Correct runs differ by far less than 1e-9 in fp64; a workload that leaves float64 itself
-    can be checked in fp32, less strictly."""
+    """Arithmetic of the check. Correct runs differ by far less than 1e-9 in fp64; a workload whose own code leaves
+    float64 can be checked in fp32, less strictly."""
     resume: bool = False
-    """Instead, interrupt each variant at a random step, resume it, and name the part of the state that differs."""
+    """Interrupt each variant at a random step instead, resume it, and name the part of the state that differs."""
     seed: int | None = None
     """Seed of the random steps of --resume, to repeat a result."""
     local: bool = False
     """Run in plain gloo processes on this machine, without Ray."""
     layouts: Literal["own", "all"] = "own"
-    """all: every way to divide the workers into degrees of `parallel`, instead of strategies."""
+    """all: instead of strategies, every way to divide the workers into degrees of `parallel`."""
 
     def __post_init__(self) -> None:
         for option, values in (("--world-sizes", self.sizes), ("--accumulation", self.pieces)):
             if not values or min(values) < 1:
-                raise ConfigError(option, values, "it must be whole numbers from 1, such as 1,2,4")
+                raise ConfigError(option, values, "it must be a list of positive integers, such as 1,2,4")
         if self.compared_steps < 1:
             raise ConfigError("--steps", self.steps, "it must be at least 1")
         if self.bound is not None and not 0 <= self.bound < 1:
-            raise ConfigError("--bound", self.bound, "it must be at least 0 and below 1", "1e-9 fits float64")
+            raise ConfigError("--bound", self.bound, "it must be at least 0 and less than 1", "1e-9 suits float64")
 
     @property
     def names(self) -> list[str]:
-        """Names of strategies, `own` and `all` among them."""
+        """Names of strategies, possibly including `own` and `all`."""
         return words_of(self.strategies)
 
     @property

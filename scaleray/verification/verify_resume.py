@@ -1,4 +1,4 @@
-"""`verify --resume`: does a resumed run equal one that was not interrupted? One interruption a variant."""
+"""`verify --resume`: does a resumed run equal an uninterrupted one? Each variant is interrupted once."""
 
 import os
 import random
@@ -26,7 +26,7 @@ from scaleray.verification.verification_plan import Plan
 from scaleray.verification.verify_options import VerifyOptions
 
 CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
-"""Variable of torch. At "ERROR", DDP does not warn of the search for unused parameters, which keeps its buckets."""
+"""Variable of torch. "ERROR" silences DDP's warning about its search for unused parameters, which fixes buckets."""
 
 
 def verify_resumes(
@@ -39,13 +39,13 @@ def verify_resumes(
 ) -> ResumeCertificate:
     """Interrupt every requested variant at a random step, resume it, and compare it with the uninterrupted run.
 
-    Runs are in their own precision, with deterministic algorithms, and compared to the bit. Raises UsageError for
+    Runs are in their own precision, use deterministic algorithms, and must agree to the bit. Raises UsageError for
     errors of use and RunFailedError for a group that died."""
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     with prepared(config, options, workload, base_dir=base_dir, say=say) as verification:
         config, steps = verification.config, verification.plan.reference.job.recipe.total_steps
         if steps < 2:
-            raise ConfigError("--steps", steps, "an interruption needs a step before and one after it", "use 2 or more")
+            raise ConfigError("--steps", steps, "an interruption needs a step before and after it", "use 2 or more")
         say(
             f"verify --resume {config.workload.name}: {steps} steps in {config.precision.dtype}, "
             f"interrupted at random (seed {seed})"
@@ -103,7 +103,7 @@ def line(outcome: ResumeOutcome) -> str:
 
 
 def verdict(outcomes: list[ResumeOutcome]) -> tuple[bool, str]:
-    """Whether something was interrupted and every resumed run is equal, and the verdict as text."""
+    """Whether at least one run was interrupted and every resumed run is equal, and the verdict as text."""
     ran = [outcome for outcome in outcomes if not outcome.not_run]
     if bad := [outcome for outcome in ran if not outcome.is_equal]:
         guilty = ", ".join(sorted({name for outcome in bad for name in outcome.guilty}))
@@ -141,7 +141,7 @@ def _outcomes(todo: list[Interruption], verification: Verification, path: str) -
 
 
 def resume_here(place: RankContext, interruption: Interruption, sources: dict[str, Source]) -> ResumeOutcome:
-    """One worker's part of one interruption. It reads its rows itself."""
+    """One worker's part of one interruption. It reads its own rows."""
     import torch
 
     torch.set_num_threads(1)

@@ -42,7 +42,7 @@ def test_masks_that_are_as_they_should_be_are_no_mismatch(run, replica_size):
     ("run", "replica_size", "at", "words"),
     [
         (drawing((["a"], ["b"]), (["c"], ["c"])), 1, 2, "the same units on each"),
-        (drawing((["a"], ["b"])), 2, 1, "parts of one replica"),
+        (drawing((["a"], ["b"])), 2, 1, "share a replica"),
         (drawing((["a"], ["a"], ["a"], ["a"])), 2, 1, "replicas of ranks 0 and 2"),
         (drawing((["a"], ["b"]), (["c"], ["b"])), 1, 2, "rank 1 draws the dropout masks of step 1 again"),
         (drawing((["a", "a"], ["b", "c"]), num_pieces=2), 1, 1, "2 micro-batches of rank 0 have 1"),

@@ -62,7 +62,7 @@ def test_one_process_repeats_itself_to_the_bit_and_with_accumulation_within_roun
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     ("workload", "words"),
-    [(WithDropout, "dropout off: masks differ"), (WithBatchNorm, "one process took the statistics of each worker's")],
+    [(WithDropout, "dropout off: masks differ"), (WithBatchNorm, "one process used the statistics of each worker's")],
 )
 def test_dropout_and_batch_norm_are_judged_by_what_they_promise(gloo, workload, words, world_size):
     outcome = gloo.run(world_size, judge, workload(num_rows=32), {}, 2)[0]

@@ -28,7 +28,7 @@ def test_a_correct_run_is_equal_in_every_parameter(gloo, strategy, world_size):
 @pytest.mark.each_value
 @pytest.mark.parametrize("strategy", ["pipeline", "tensor"])
 @pytest.mark.parametrize(
-    ("workload", "words"), [(WithDropout, "dropout off"), (WithBatchNorm, "one process took the statistics")]
+    ("workload", "words"), [(WithDropout, "dropout off"), (WithBatchNorm, "one process used the statistics")]
 )
 def test_workers_of_a_replica_may_share_random_numbers(gloo, workload, words, strategy):
     outcome = gloo.run(2, judge, workload(num_rows=32), {"strategy.name": strategy}, 2)[0]

@@ -165,13 +165,13 @@ def test_what_a_config_forbids_is_listed_with_the_reason(tmp_path):
     [
         ({"world_sizes": [3]}, "nearest: 2 or 4"),
         ({"world_sizes": [32]}, "nearest: 16"),
-        ({"world_sizes": [0]}, "from 1"),
-        ({"accumulation": []}, "from 1"),
-        ({"strategies": ["ddp"], "world_sizes": [16], "accumulation": [2]}, "each worker's step has only 1 sample"),
+        ({"world_sizes": [0]}, "positive integers"),
+        ({"accumulation": []}, "positive integers"),
+        ({"strategies": ["ddp"], "world_sizes": [16], "accumulation": [2]}, "each worker has only 1 sample"),
         ({"strategies": ["dpp"]}, "it must be one of all, single, ddp"),
         ({"strategies": ["single"], "world_sizes": [2]}, "it is for one worker"),
         ({"steps": 0}, "at least 1"),
-        ({"bound": 1.0}, "below 1"),
+        ({"bound": 1.0}, "less than 1"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_with_the_way_out(tmp_path, question, words):

@@ -1,6 +1,6 @@
-"""Check of dropout masks: equal within a replica, different between replicas, and never repeated.
+"""Check that dropout masks are equal within a replica, differ between replicas, and never repeat.
 
-Masks themselves are not compared: two workers that draw from the same generator state draw the same mask."""
+Generator states are compared instead of masks, since equal states give equal masks."""
 
 import math
 
@@ -10,14 +10,14 @@ from scaleray.verification.causes.cause_classes import Cause, Finding
 from scaleray.verification.traces.run_trace import StepTrace, Trace
 
 WHOLE_STEP = ""
-"""Name used instead of a layer's for the generator state at the start of the step."""
+"""Name, in place of a layer's, for the generator state at the start of the step."""
 
 
 def masks_broken(
     trace: Trace, degrees: Degrees, *, generators_of_others_after: int | None = None
 ) -> tuple[Divergence, Finding] | None:
-    """First step with wrong masks; None if there is none. degrees: of the workers. generators_of_others_after: step
-    after which the run continued with the generators of another run, which may repeat earlier states."""
+    """First step with wrong masks, or None. degrees: of the workers. generators_of_others_after: step after which the
+    run continued with another run's generators, whose states may repeat earlier ones."""
     seen: dict[tuple[int, str, bytes], int] = {}
     for step in trace.steps:
         if generators_of_others_after is not None and step.step == generators_of_others_after + 1:
@@ -29,7 +29,7 @@ def masks_broken(
 
 
 def _layers(step: StepTrace, rank: int) -> dict[str, list[bytes]]:
-    """Generator states by layer, each once, since recomputation in the backward pass draws the same mask again."""
+    """Distinct generator states by layer, since recomputation in the backward pass draws the same mask again."""
     found: dict[str, list[bytes]] = {}
     for layer, state in step.draws[rank]:
         states = found.setdefault(layer, [])
@@ -44,7 +44,7 @@ def _within(step: StepTrace, degrees: Degrees) -> str:
         ours, theirs = _layers(step, first), _layers(step, rank)
         for layer in ours.keys() & theirs.keys():
             if ours[layer] != theirs[layer]:
-                return f"workers {first} and {rank} hold parts of one replica and draw other dropout masks{_of(layer)}"
+                return f"workers {first} and {rank} share a replica but draw different dropout masks{_of(layer)}"
     return ""
 
 
@@ -57,7 +57,7 @@ def _between(step: StepTrace, degrees: Degrees) -> str:
                 if degrees.data_rank(other) != degrees.data_rank(rank):
                     return (
                         f"replicas of ranks {other} and {rank} draw the same dropout masks{_of(layer)}, "
-                        "the same units on each"
+                        "and so drop the same units on each"
                     )
     return ""
 

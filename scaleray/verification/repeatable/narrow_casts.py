@@ -1,4 +1,4 @@
-"""Casts in a workload's own code that leave float64, such as `.float()`, and make a comparison in it meaningless."""
+"""Casts in a workload's code that leave float64, such as `.float()`, which make a float64 comparison meaningless."""
 
 import contextlib
 import traceback
@@ -18,7 +18,7 @@ from scaleray.workload import built_model, user_frames
 
 CPU = torch.device("cpu")
 INSTEAD = (
-    "cast to an existing dtype instead, as in x.to(weight.dtype), or compare in the precision that the code is "
+    "cast to the dtype of another tensor, as in x.to(weight.dtype), or compare in the precision that the code is "
     "written for: --precision fp32, which has its own bound"
 )
 
@@ -43,8 +43,8 @@ class _Casts(TorchDispatchMode):
 
 
 def narrow_casts(workload: Any, rows: Mapping[str, Any], *, gives_tuples: bool) -> list[str]:
-    """Places, as file, line and code, where float64 becomes narrower in a forward pass of the workload's loss. rows: a
-    few of the training data. Changes no random numbers; an error of the workload only ends the search."""
+    """Places, as file, line and code, where a forward pass of the workload's loss leaves float64. rows: a few rows of
+    the training data. Does not affect random numbers; an error in the workload only ends the search."""
     casts = _Casts()
     with contextlib.suppress(Exception, SystemExit), same_random_numbers(CPU):
         with torch.device(CPU):
@@ -58,7 +58,7 @@ def narrow_casts(workload: Any, rows: Mapping[str, Any], *, gives_tuples: bool) 
 
 
 def to_text(places: list[str]) -> str:
-    """Remedy for such casts; empty if there are none."""
+    """Description of these casts, with a remedy; empty if there are none."""
     if not places:
         return ""
     more = f", and {len(places) - 3} more" if len(places) > 3 else ""

@@ -1,4 +1,4 @@
-"""A workload whose model repeats on any number of workers: dropout only draws, and BatchNorm uses the workers' cuts."""
+"""A workload that repeats on any number of workers: dropout only draws, and BatchNorm follows the workers' batches."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from scaleray.verification.traces.layer_settings import Given, TakenOut
 from scaleray.workload import built_model, own_method
 
 Draw = tuple[str, bytes]
-"""A layer that drew a mask, and the state of the generator from which it drew it."""
+"""A layer that drew a mask, and the generator's state before the draw."""
 
 
 class Masks:
-    """Record of the generator states from which dropout draws. device: device of the model. by_step: record only the
-    state at the beginning of a step, if layers cannot be watched."""
+    """Records the generator states from which dropout draws. device: of the model. by_step: record only the state at
+    the beginning of each step, for models whose layers cannot be watched."""
 
     def __init__(self, device: torch.device, *, by_step: bool = False) -> None:
         self.device, self.by_step = device, by_step
@@ -44,7 +44,7 @@ class Masks:
             self.draws.append((WHOLE_STEP, state))
 
     def end(self) -> bool:
-        """End the step; returns whether anything except dropout drew random numbers in it."""
+        """End the step; returns whether anything other than dropout drew random numbers in it."""
         return not self.is_alone or self.state() not in self._known
 
     def state(self) -> bytes:
@@ -53,7 +53,7 @@ class Masks:
         return hashlib.blake2b(state.numpy().tobytes(), digest_size=12).digest()
 
     def draw(self, layer: str) -> None:
-        """Record the generator's state from which a layer draws a mask, and advance the generator."""
+        """Record the generator's state before a layer's draw of a mask, and advance the generator."""
         state = self.state()
         # known, but not the last one: what is computed again in the backward pass begins where it did
         self.is_alone = self.is_alone and state in self._known
@@ -64,8 +64,8 @@ class Masks:
 
 @dataclass(frozen=True)
 class Partition:
-    """Division of a global batch over workers: into `num_shares` parts, equal or in proportion to `shares`, and each
-    part into micro-batches. Statistics of BatchNorm are those of a micro-batch, and follow rank 0."""
+    """Division of a global batch over workers into `num_shares` parts, equal or in proportion to `shares`, and of each
+    part into micro-batches. BatchNorm uses the statistics of a micro-batch and keeps those of rank 0."""
 
     num_shares: int
     micro_batch_size: int
@@ -84,7 +84,7 @@ class Partition:
 
     @property
     def name(self) -> str:
-        """The partition as text: `4x16`, and unequal shares."""
+        """The partition as text, such as `4x16`, with unequal shares if any."""
         return f"{self.num_shares}x{self.micro_batch_size}{''.join(f'-{n}' for n in self.shares or ())}"
 
     def smallest(self, num_rows: int) -> int:
@@ -93,7 +93,7 @@ class Partition:
 
 
 class _Parts(tuple[Any, ...]):
-    """Batches of the parts of a step, in order, if they come from a collation."""
+    """Collated batches of a step's parts, in order."""
 
     __slots__ = ()
 
@@ -101,10 +101,11 @@ class _Parts(tuple[Any, ...]):
 class Quieted:
     """A workload without the parts that depend by design on the number of workers.
 
-    what: NOTHING leaves the model; MODULES takes dropout out and, without a `partition`, freezes BatchNorm; EVERYTHING
-    puts the whole model into evaluation mode. masks: record of what dropout would have drawn. partition: in steps, the
-    loss is that of these parts of the batch, each with its own statistics. found: the disabled parts of the model;
-    loss_dtype: dtype of the losses; `rows_of_step`: rows in the batch of the current step, 0 outside of steps."""
+    what: NOTHING leaves the model unchanged; MODULES removes dropout and, without a `partition`, freezes BatchNorm;
+    EVERYTHING puts the whole model into evaluation mode. masks: records what dropout would have drawn. partition: parts
+    of the batch over which a step computes its loss, each with its own statistics. found: the disabled parts of the
+    model; loss_dtype: dtype of the losses; `rows_of_step`: rows in the batch of the current step, 0 outside of steps.
+    """
 
     NOTHING, MODULES, EVERYTHING = "nothing", "modules", "everything"
 
@@ -114,7 +115,7 @@ class Quieted:
         self._workload, self._what, self._masks, self._partition = workload, what, masks, partition
         self._keeps_statistics = partition is not None
         self.collates_ahead = partition is None
-        """Whether a batch may be made before its step: the parts depend on `rows_of_step`."""
+        """Whether a batch may be made before its step begins; False, as its parts depend on `rows_of_step`."""
         self.found: list[str] = []
         self.loss_dtype = ""
         self.rows_of_step, self.given = 0, Given()
@@ -136,7 +137,7 @@ class Quieted:
 
     @property
     def with_statistics(self) -> Quieted:
-        """The same workload for workers whose micro-batches have their own statistics anyway."""
+        """The same workload, for workers that take statistics per micro-batch anyway."""
         quieted = Quieted(self._workload, self._what, masks=self._masks)
         quieted._keeps_statistics = True
         return quieted
@@ -177,7 +178,7 @@ class Quieted:
             self.given.take(batch)
 
     def _collated_parts(self, rows: Rows) -> Any:
-        """The batch of these rows, or, for a whole step, the batches of its parts, which cannot be cut afterwards."""
+        """Batch of these rows or, for a whole step, batches of its parts, since a collated batch cannot be divided."""
         assert self._partition is not None
         collate, columns, gives_tuples = own_method(self._workload, "collate"), rows.columns, rows.gives_tuples
         if self.rows_of_step == 0 or len(rows) != self.rows_of_step:
@@ -220,7 +221,7 @@ class Quieted:
 
 
 def _take_out_dropout(module: nn.Module, draw: Callable[[], None] | None) -> bool:
-    """Remove dropout from a module; returns whether it had any. draw: called in place of drawing a mask."""
+    """Remove dropout from a module; returns whether it had any. draw: called instead of drawing a mask."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         if not module.p > 0:
             return False

@@ -1,6 +1,6 @@
 """The jobs that verify compares: a few steps of a training that include ends of epochs, evaluations and a resume.
 
-Pure functions of a job, so that every worker and the single process make the same jobs."""
+The functions are pure, so that every worker and the single process derive the same jobs."""
 
 import dataclasses
 import math
@@ -15,14 +15,13 @@ from scaleray.training.setup.job import TrainJob
 from scaleray.verification.repeatable.repeatable_workload import Partition
 
 OWN_STEPS = 5
-"""Number of steps in the run's own precision. All start from the same parameters, so a few show the effect of
-rounding."""
+"""Number of steps in the run's own precision. All start from the same parameters, so a few suffice to show rounding."""
 
 
 def short_job(job: TrainJob, *, steps: int, precision: str | None = None) -> TrainJob:
-    """The first steps of a training of full length, each with its gradient's norm.
+    """The job of a training's first steps, which record gradient norms; derived values stay those of the full length.
 
-    precision: number format in place of the config's.
+    precision: number format that replaces the config's.
     """
     settings: dict[str, Any] = {"tracking.every_steps": 1}
     if precision is not None:
@@ -33,19 +32,19 @@ def short_job(job: TrainJob, *, steps: int, precision: str | None = None) -> Tra
 
 
 def steps_gone_on(half: int) -> int:
-    """Number of steps after the first `half` that a variant takes twice: uninterrupted and from its own checkpoint."""
+    """Number of steps after the first `half` that a variant takes twice, uninterrupted and from its own checkpoint."""
     return min(3, half - 1)
 
 
 def steps_before_resume(steps: int) -> int:
-    """Number of the compared steps after which other workers resume from the state; 0: none do."""
+    """Number of compared steps after which other workers resume from the state; 0 if none do."""
     return steps // 2
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Number of rows of the training data in an epoch of the compared steps. with_statistics: the same for a model that
-    takes statistics over a worker's rows, which needs more than one row."""
+    """Number of training rows in an epoch of the compared steps. with_statistics: the same for a model with statistics
+    over a worker's rows, which need more than one row."""
 
     epoch: int
     with_statistics: int
@@ -60,12 +59,12 @@ def rows_of_epoch(
     partitions: Sequence[Partition],
     drop_last: bool = False,
 ) -> Rows:
-    """Rows of an epoch: few enough that epochs end within the compared steps, with a last batch that workers cannot
+    """Rows of an epoch, few enough that epochs end within the compared steps, with a last batch that workers cannot
     divide.
 
-    With batches of `batch_size` the last one is about half full; with the later batches it is so small that a worker
-    has no row. Data with too few rows stay as they are. partitions: how workers will cut batches. drop_last: partial
-    batches are left out, so that an epoch has the larger of the two batches at least."""
+    With batches of `batch_size`, the last one is about half full; with later batches, it leaves a worker without rows.
+    Data with too few rows are unchanged. partitions: how workers will divide batches. drop_last: partial batches are
+    dropped, so an epoch has at least the rows of the larger batch."""
     full = max(1, (steps_before_resume(steps) - 1) // 3)
     rest = later_batch_size if later_batch_size < batch_size else 0
     if later_batch_size > batch_size:
@@ -97,8 +96,8 @@ def rows_of_epoch(
 
 
 def later_batch_size(batch_size: int, available: int, *, world_sizes: Sequence[int], accumulation: int) -> int:
-    """Half the global batch, if every micro-batch then has at least two rows; else twice the global batch, if there are
-    enough rows; else the same."""
+    """Half the global batch if every micro-batch then has at least two rows; else twice the global batch if there are
+    enough rows; else the global batch."""
     half, every = batch_size // 2, math.lcm(*world_sizes)
     if batch_size % 2 == 0 and half % every == 0 and half // max(world_sizes) >= 2 * accumulation:
         return half
@@ -106,8 +105,8 @@ def later_batch_size(batch_size: int, available: int, *, world_sizes: Sequence[i
 
 
 def with_rows(job: TrainJob, rows: int, *, evaluated: int = 0) -> TrainJob:
-    """The job on the first `rows` rows of its training data. evaluated: number of first rows of every other split; 0:
-    without the other splits."""
+    """The job on the first `rows` rows of its training data. evaluated: number of first rows of every other split; 0
+    removes the other splits."""
     splits = {TRAIN: first_rows(job.splits[TRAIN], rows)}
     if evaluated:
         splits.update({n: first_rows(s, evaluated) for n, s in job.splits.items() if n != TRAIN and not s.is_streamed})
@@ -115,7 +114,7 @@ def with_rows(job: TrainJob, rows: int, *, evaluated: int = 0) -> TrainJob:
 
 
 def first_rows(split: Split, rows: int) -> Split:
-    """The first rows of a split; of continued lanes, the same number of each."""
+    """The first rows of a split; if it has several continuous lanes, the same number of each."""
     if split.lanes is not None:
         rows = max(split.lanes, rows - rows % split.lanes)
     groups = None
@@ -131,8 +130,7 @@ def first_rows(split: Split, rows: int) -> Split:
 
 
 def first_part(job: TrainJob, steps: int, *, goes_on_for: int = 0) -> TrainJob:
-    """The job of the steps before the resume, with a checkpoint at their end, evaluations there and before, and some
-    steps after them."""
+    """The job of the steps before the resume, with evaluations, a checkpoint at their end, and some steps after it."""
     # an evaluation lies among the steps, so that what it leaves behind is seen
     every = max((n for n in range(1, steps) if steps % n == 0), default=None)
     total = steps + goes_on_for
@@ -149,8 +147,7 @@ def later_part(job: TrainJob, earlier: TrainJob, *, first: int, last: int) -> Tr
 
 
 def position_after(earlier: TrainJob, step: int, *, in_steps_of: TrainJob) -> int:
-    """Number of steps of another job's size that cover the first `step` steps: whole epochs and the rest of the
-    last."""
+    """Number of another job's steps that cover the first `step` steps: whole epochs and the remainder of the last."""
     plan, later = earlier.train_plan(), in_steps_of.train_plan()
     epoch, sample = plan.place(step)
     left, size = plan.num_samples - sample, later.global_batch_size
@@ -159,7 +156,7 @@ def position_after(earlier: TrainJob, step: int, *, in_steps_of: TrainJob) -> in
 
 @dataclass(frozen=True)
 class DueRates:
-    """Learning rates that follow from the config alone. position: position in the schedule before step `first` + 1."""
+    """Learning rates derived from the config alone. position: in the schedule, before step `first` + 1."""
 
     job: TrainJob
     first: int = 0

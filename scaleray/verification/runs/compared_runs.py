@@ -1,7 +1,6 @@
-"""Runs that verify compares: through the real loop, as one process or as a group, in one piece or resumed in the
-middle.
+"""Runs that `verify` compares: through the real loop, as one process or as a group, uninterrupted or resumed midway.
 
-The loop, the step and the strategies are unaware of it."""
+The loop, the step and the strategies are unaware of being compared."""
 
 from __future__ import annotations
 
@@ -45,15 +44,15 @@ from scaleray.verification.runs.trace_probe import TraceProbe
 from scaleray.verification.traces.run_trace import Trace
 
 EXACT, OWN = "own steps in float64", "own steps"
-"""Values of `Key.own` for single steps of one process: in the precision of the check, and in the run's own."""
+"""Values of `Key.own` for single steps of one process, in the precision of the check and in the run's own."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run the training. job: the job in the precision of the check; own: the job in the run's own precision.
+    """One way to run the training. job: in the precision of the check; own: in the run's own precision.
 
-    later: the job of the second half of the steps, which resumes from one process; None: no resume. with_statistics:
-    the training data for a model that takes statistics over a worker's rows."""
+    later: job of the second half of the steps, which resumes from one process; None: no resume. with_statistics:
+    training data for a model with statistics over a worker's rows."""
 
     strategy: str
     world_size: int
@@ -65,7 +64,7 @@ class Variant:
 
     @property
     def outcome(self) -> Outcome:
-        """Outcome of the variant before its verdict."""
+        """The variant's outcome, still without its verdict."""
         axes = [axis for axis, degree in dataclasses.asdict(self.job.degrees).items() if degree > 1]
         layout = self.job.degrees.text() if len(axes) > 1 or axes == ["context"] else ""
         return Outcome(self.strategy, self.world_size, self.accumulation, "equal", layout=layout)
@@ -86,7 +85,7 @@ class Variant:
         return dataclasses.replace(self, job=change(self.job), own=own, later=later)
 
     def on_rows_with_statistics(self) -> Variant:
-        """The variant on enough rows for a model that takes statistics over a worker's rows."""
+        """The variant on enough rows for a model with statistics over a worker's rows."""
         split = self.with_statistics
         if split is None:
             return self
@@ -94,16 +93,16 @@ class Variant:
 
 
 def partition_of(job: TrainJob) -> Partition:
-    """The partition by which the job's workers cut a batch."""
+    """The partition by which the job's workers divide a batch."""
     return Partition(job.data_parallel_size, job.recipe.micro_batch_size, job.recipe.worker_shares)
 
 
 @dataclass(frozen=True)
 class Key:
     """Key of a reference. quiet: parts removed from the model; has_statistics: whether it runs on enough rows for
-    statistics over a worker's rows; partition, later_partition: how workers cut its batches before and after the
-    resume, if these have their own statistics; leaves_out: NO_CLIPPING; own: EXACT or OWN, if the reference does not
-    move."""
+    statistics over a worker's rows; partition, later_partition: how workers divide its batches before and after the
+    resume, if each part has its own statistics; leaves_out: NO_CLIPPING; own: EXACT or OWN, if its parameters never
+    change."""
 
     quiet: str
     has_statistics: bool = False
@@ -121,13 +120,13 @@ class Key:
 
 
 References = dict[Key, Trace]
-"""Traces of the references, kept for later groups."""
+"""Traces of the references, for use by later groups too."""
 
 
 @dataclass(frozen=True)
 class Watched:
     """Result of a run: its trace, and the probes of all its parts. uninterrupted: trace of the steps before the resume
-    and of some after them, without a resume."""
+    and of some that follow without it."""
 
     trace: Trace
     probes: tuple[TraceProbe, ...]
@@ -135,13 +134,12 @@ class Watched:
 
     @property
     def values(self) -> dict[int, list[dict[str, torch.Tensor]]]:
-        """Parameters and buffers of every rank after the requested steps, on rank 0."""
+        """Parameters and buffers of every rank after the requested steps; on rank 0."""
         return {step: values for probe in self.probes for step, values in probe.values.items()}
 
 
 class Runs:
-    """Runs of one group of workers. folder: folder for checkpoints, seen by all of them. reference: the run of one
-    process."""
+    """Runs of one group of workers. folder: for checkpoints, visible to all. reference: the run of one process."""
 
     def __init__(
         self, place: RankContext, reference: Variant, references: References, sources: Sources, folder: str
@@ -149,12 +147,11 @@ class Runs:
         self.place, self.variant, self.sources, self.folder = place, reference, sources, folder
         self.references = dict(references)
         self.resumes = True
-        """Whether runs resume in the middle. False: every run is in one piece, for a training whose state cannot be
-        saved."""
+        """Whether runs resume midway; False for a training whose state cannot be saved."""
 
     @contextlib.contextmanager
     def same_groups(self) -> Iterator[None]:
-        """Context of trainings of one layout, which share its process groups. Collective."""
+        """Context in which trainings of one layout share process groups. Collective."""
         before = list(_world.pg_map)
         with meshes_kept() as self.leave_groups:
             yield
@@ -166,7 +163,7 @@ class Runs:
         return variant.resumes_after if self.resumes else None
 
     def reference(self, key: Key) -> Trace:
-        """Trace of one process. Only on rank 0, which runs it alone unless it has been run and the others can read its
+        """Trace of one process; on rank 0, which runs it alone unless it has run already and the others can read its
         checkpoint."""
         if key not in self.references:
             alone = RankContext(device=self.place.device)
@@ -196,10 +193,10 @@ class Runs:
         watched_by: type[TraceProbe] = TraceProbe,
         began: Callable[[TraceProbe], None] = lambda probe: None,
     ) -> Watched:
-        """Run the steps that are compared, in one piece or resumed in the middle from the state of one process.
+        """Run the compared steps, uninterrupted or resumed midway from the state of one process.
 
-        saves: leave a checkpoint of the middle. only_its_part: run only the part with the decomposed step. watched_by:
-        class of the probes; began: called with each before its run."""
+        saves: leave the checkpoint at the interruption. only_its_part: run only the part with the decomposed step.
+        watched_by: class of the probes; began: receives each probe before its run."""
         is_reference, place = place is not None, place or self.place
         variant = self._changed(variant, key)
         half, job, total = self.resumes_after(variant), variant.job, variant.job.recipe.total_steps
@@ -251,7 +248,7 @@ class Runs:
         return self._run(job, alone, probe, folder=self._folder(_name(variant)))
 
     def resumed_here(self, variant: Variant, key: Key) -> Trace:
-        """Trace of some steps of a variant that loads its own checkpoint on as many workers. Collective."""
+        """Trace of some steps of a variant that loads its own checkpoint on the same number of workers. Collective."""
         variant = self._changed(variant, key)
         half, masks = variant.resumes_after, self._masks(key, variant.job)
         assert half is not None
@@ -308,7 +305,7 @@ class Runs:
     def _run(
         self, job: TrainJob, place: RankContext, probe: TraceProbe, *, folder: str | None, hands_on: bool = False
     ) -> Trace:
-        """Run a job. hands_on: export its final weights, as at the end of a training."""
+        """Run a job. hands_on: whether to export its final weights, as at the end of a training."""
         options = dict[str, Any]()
         if hands_on:
             job = job.changed({"checkpoint.save_final": True})
@@ -326,16 +323,15 @@ class Runs:
 
 
 def _end_groups_but(kept: Collection[dist.ProcessGroup]) -> None:
-    """Destroy the process groups that trainings have made. Collective. Each has threads and open files, of which the
-    system allows a process 1024 by default: those of twenty layouts of 8 workers."""
+    """Destroy the process groups that trainings have created. Collective. Each has threads and open files, of which a
+    process may have 1024 by default, enough for twenty layouts of 8 workers."""
     dist.barrier()  # a rank that is behind still receives over them
     for group in [group for group in _world.pg_map if group not in kept]:
         dist.destroy_process_group(group)
 
 
 class _Watched(Checkpointing):
-    """Checkpoints of a run whose probe notes the state in the first and only one, and the state that a run begins
-    with."""
+    """Checkpoints of a run whose probe records the state in the only checkpoint, and the run's initial state."""
 
     def __init__(self, probe: TraceProbe, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -362,7 +358,7 @@ class _Watched(Checkpointing):
 
 
 class _Given(TraceProbe):
-    """A probe that sets the model's values before the run."""
+    """Probe that sets the model's values before the run."""
 
     def __init__(self, place: RankContext, job: TrainJob, values: dict[str, torch.Tensor]) -> None:
         super().__init__(place, job)
@@ -378,7 +374,7 @@ class _Given(TraceProbe):
 
 @contextlib.contextmanager
 def shared_folder(place: RankContext, given: str | None) -> Iterator[str]:
-    """A folder for checkpoints that every worker sees: the given one, or a temporary folder on this machine."""
+    """A folder for checkpoints that is visible to every worker: the given one, or a temporary one on this machine."""
     if given is not None:
         yield given
         return
@@ -393,7 +389,7 @@ def shared_folder(place: RankContext, given: str | None) -> Iterator[str]:
 
 
 def _resumed(variant: Variant, half: int, *, last: int) -> tuple[TrainJob, DueRates]:
-    """The job of the steps after the resume up to `last`, and the right learning rates."""
+    """The job of the steps from the resume up to `last`, and the right learning rates."""
     assert variant.later is not None
     job, later = variant.job, variant.later
     has_same_size = later.recipe.global_batch_size == job.recipe.global_batch_size

@@ -1,4 +1,4 @@
-"""Decisions of rank 0, which compares alone and is followed by all ranks; and errors that occurred on all ranks."""
+"""Decisions of rank 0, which compares alone and whose decisions all ranks follow, and errors that all ranks share."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,11 +12,11 @@ from scaleray.training.setup.rank_context import RankContext
 
 Result = TypeVar("Result")
 OTHERS_FAIL_WITHIN = timedelta(seconds=5)
-"""Seconds after rank 0 within which another rank may have the same error."""
+"""Seconds within which other ranks may have the same error."""
 
 
 def on_first(place: RankContext, decide: Callable[[], Result]) -> Result:
-    """Let rank 0 decide, and return its decision, or raise its error, on every rank. Collective."""
+    """Let rank 0 decide, and return its decision or raise its error on every rank. Collective."""
     if place.world_size == 1:
         return decide()
     answer: list[Any] = [None, None]
@@ -32,15 +32,15 @@ def on_first(place: RankContext, decide: Callable[[], Result]) -> Result:
 
 
 class Failures:
-    """Errors of one group's trainings: whether all ranks had one and may continue with the next training, or only this
-    rank, while the others wait for it in a collective. name: unique in this group."""
+    """Tells whether an error of a training occurred on all ranks of a group, which may then continue with the next
+    training, or only on this rank, while the others wait for it in a collective. name: unique in this group."""
 
     def __init__(self, place: RankContext, name: str = "training") -> None:
         self._place, self._name, self._number = place, name, 0
 
     def is_shared(self) -> bool:
-        """Whether every rank has reached this call. Waits some seconds for the others if one has not, and reports it
-        through the group's store, since a collective would hang."""
+        """Whether every rank reaches this call within some seconds. Uses the group's store, since a collective would
+        hang."""
         if self._place.world_size == 1:
             return True
         self._number += 1

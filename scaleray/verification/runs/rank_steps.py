@@ -1,4 +1,4 @@
-"""A step as each rank recorded it, and the joint trace of the step."""
+"""Each rank's record of a step, and the joint trace of the step."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from scaleray.verification.traces.run_trace import Layer, Replicas, StepTrace
 @dataclass(frozen=True)
 class Replica:
     """A rank's own replica: signatures before the step and after the optimizer's update, and its optimizer's state
-    after the update and at the end of the step. machine, weight, mass: see `Replicas`, for one rank."""
+    after the update and at the end of the step. machine, weight, mass: one rank's values of `Replicas`."""
 
     before: np.ndarray
     updated: np.ndarray
@@ -32,21 +32,21 @@ class Replica:
 
 @dataclass(frozen=True)
 class SeenStep:
-    """A step as recorded by one rank. Gradients and parameters are signatures."""
+    """One rank's record of a step. Gradients and parameters are signatures."""
 
     rows: np.ndarray
     """Digests of this rank's rows."""
     gradients: np.ndarray
     begins: np.ndarray
-    """Signatures of the parameters at the beginning of the step."""
+    """Signatures of the parameters before the step."""
     parameters: np.ndarray
     replica: Replica | None
-    """None if all replicas are the same."""
+    """None if all replicas are equal."""
     random_before: bytes
     """Digest of the random generators' states before the step."""
     draws_random_numbers: bool
     draws: tuple[Draw, ...]
-    """Masks that were drawn, if that was recorded."""
+    """Dropout masks that were drawn, if recorded."""
     num_pieces: int
     """Number of this rank's micro-batches."""
     changes_buffers: bool
@@ -55,14 +55,14 @@ class SeenStep:
     is_own: bool
     """Whether loss and count cover only the samples of this rank's replica."""
     used_norm: float | None
-    """The gradient's norm that the step used, if any."""
+    """Gradient norm that the step used, if any."""
     state_begins: dict[str, np.ndarray]
-    """Signatures of this rank's optimizer at the beginning of the step."""
+    """Signatures of this rank's optimizer before the step."""
     buffers_begin: dict[str, np.ndarray]
     formats: dict[str, str]
     layers: dict[str, Layer]
     inputs: np.ndarray | None
-    """Digests of the rows given to this rank's loss, each once; None if unknown."""
+    """Digests of the distinct rows given to this rank's loss; None if unknown."""
     evaluates_in_training: bool
 
 
@@ -76,7 +76,7 @@ def trace_of(
     gradient_formats: tuple[str, ...],
     due_factor: float | None,
 ) -> StepTrace:
-    """The trace of a step on the rank that saw `own`, from the records of all ranks, in their order.
+    """Trace of a step on the rank that recorded `own`, combined from the records of all ranks, in rank order.
 
     degrees: of the ranks."""
     first = everyone[0]
@@ -161,13 +161,13 @@ def _replicas(everyone: Sequence[SeenStep]) -> Replicas | None:
 
 
 def _by_name(everyone: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Signatures of all ranks, (ranks, 4), by the names that all of them have."""
+    """Signatures of all ranks, (ranks, 4), by name, for names that all ranks have."""
     names = [name for name in everyone[0] if all(name in theirs for theirs in everyone)]
     return {name: np.array([theirs[name] for theirs in everyone]) for name in names}
 
 
 def _spread(signatures: list[np.ndarray], floor: float) -> np.ndarray:
-    """Largest relative difference between rank 0 and another, (parameters,)."""
+    """Largest relative difference of any rank from rank 0, (parameters,)."""
     first = signatures[0]
     if len(signatures) == 1:
         return np.zeros(len(first))

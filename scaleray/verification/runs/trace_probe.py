@@ -37,11 +37,11 @@ LARGEST_KEPT_BYTES = 2**30  # larger models are compared by signature at the end
 
 
 class TraceProbe:
-    """A probe that records a Trace of a run. Every rank has one; they exchange records after each step. take_apart_at:
-    a step (from 1) whose gradient is decomposed into those of every rank's micro-batches, see `parts`; the job's
-    workload then builds the model for that. masks: record of the model's draws. due: the right learning rates. keeps:
-    steps after which rank 0 stores each replica's own values, see `values`. last: number of the last step, if a resume
-    has changed the size of a step. stands_still: parameters never change."""
+    """Probe that records a run's Trace. Every rank has one, and they exchange records after each step. take_apart_at:
+    step (from 1) whose gradient is decomposed into those of every rank's micro-batches, see `parts`, for which the
+    job's workload builds another model. masks: records the model's draws. due: the right learning rates. keeps: steps
+    after which rank 0 stores each replica's own values, see `values`. last: number of the last step, if a resume
+    changes the size of a step. stands_still: whether to keep parameters unchanged."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class TraceProbe:
         self.last = job.recipe.total_steps if last is None else last
         self.parts: GradientParts | None = None
         self.values: dict[int, list[dict[str, torch.Tensor]]] = {}
-        """Parameters and buffers of every rank after the steps of `keeps`, on rank 0."""
+        """Parameters and buffers of every rank after the steps of `keeps`; on rank 0."""
         self.has_begun = False
-        """Whether the model is set up: an error from now on is one of training."""
+        """Whether the model is set up, so that later errors are errors of training."""
         self._sign = Signer()
         self._steps: list[StepTrace] = []
         self._final: dict[str, np.ndarray] = {}
@@ -77,7 +77,7 @@ class TraceProbe:
         self._owned: frozenset[str] = frozenset()
 
     def on_message(self, message: WorkerMessage) -> None:
-        """Note the evaluations among the run's messages."""
+        """Record the evaluations among the run's messages."""
         if isinstance(message, EvaluationRecord):
             self._evaluations[message.step] = dict(message.metrics)
 
@@ -194,11 +194,11 @@ class TraceProbe:
             self._keep_final()
 
     def on_saved(self, step: int, items: Mapping[str, str]) -> None:
-        """Note the state stored in a checkpoint, with digests of its items. Collective."""
+        """Record the state stored in a checkpoint, with digests of its items. Collective."""
         self._saved = dataclasses.replace(self._state_at(step), items=items)
 
     def on_restated(self, progress: str) -> None:
-        """Replace the digest of the saved progress: an evaluation after the checkpoint has been added to it."""
+        """Replace the digest of the saved progress, to which an evaluation after the checkpoint was added."""
         if self._saved is not None:
             self._saved = dataclasses.replace(self._saved, items={**self._saved.items, PROGRESS: progress})
 
@@ -208,7 +208,7 @@ class TraceProbe:
         return self._saved is not None
 
     def take_weights(self, share: WeightShare, name: str) -> None:
-        """Note this rank's part of the weights that a run exports at its end."""
+        """Record this rank's part of the weights that a run exports at its end."""
         for tensor, value in share.tensors.items():
             if isinstance(value, torch.Tensor) and value.layout == torch.strided:  # a sparse buffer is no weight
                 self._exported[f"{name}: {tensor}"] = self._sign(tensor, value.double())
@@ -240,8 +240,8 @@ class TraceProbe:
         )
 
     def let_go(self) -> None:
-        """Release references to the training, once it has ended: its optimizer refers to this probe, and the model's
-        memory would be held until Python collects such cycles."""
+        """Release references to the ended training. Its optimizer refers to this probe, and such a cycle would hold the
+        model's memory until Python collects it."""
         for name in ("_setup", "_parameters", "_sign"):
             vars(self).pop(name, None)
         if self.parts is not None:
@@ -257,7 +257,7 @@ class TraceProbe:
             self._buffers_updated = self._own_buffers()
 
     def _replica(self) -> Replica:
-        """This rank's replica at the end of a step. Collective if messages are under way."""
+        """This rank's replica at the end of a step. Collective if messages may be in flight."""
         state, buffers = self._optimizer_state(here=True), self._own_buffers()
         found = Replica(
             self._begins, self._updated, self._state_updated, state, self._buffers_updated, buffers, machine()
@@ -277,7 +277,7 @@ class TraceProbe:
         return dataclasses.replace(found, weight=weight, mass=mass)
 
     def _due_factor(self) -> float | None:
-        """Factor of the step's learning rate by the config; None if the config does not decide it."""
+        """Factor of the step's learning rate according to the config; None if the config does not determine it."""
         is_scaled = self._setup.rate_scale.factor != 1.0
         return self.due.factor(self._step) if self.due is not None and self._is_due_known and not is_scaled else None
 
@@ -291,8 +291,8 @@ class TraceProbe:
         return (rate,) * len(groups)
 
     def _optimizer_state(self, *, here: bool = False) -> dict[str, np.ndarray]:
-        """Signatures of the optimizer's tensors by name, from any rank that has them; only this rank's if `here`.
-        Collective unless `here`; for sharded tensors always."""
+        """Signatures of the optimizer's tensors by name, from any rank that has them, or only this rank's if `here`.
+        Collective unless `here`; always collective for sharded tensors."""
         mine = {n: self._sign(n.rpartition(": ")[0], full(t.detach())) for n, t in self._optimizer_tensors().items()}
         if here or self.place.world_size == 1:
             return mine
@@ -319,7 +319,7 @@ class TraceProbe:
         return {n: self._sign(n, full(b.detach()).to_dense()) for n, b in buffers if b.is_floating_point()}
 
     def _state_at(self, step: int) -> Restored:
-        """The state after a step; for replicas that train apart the mean, as in a checkpoint. Collective."""
+        """The state after a step, or its mean if replicas train separately, as in a checkpoint. Collective."""
         parameters, apart = self._signatures(), self._setup.parallel.replicas_differ
         state, buffers = self._optimizer_state(here=apart), self._buffer_signatures()
         if apart:
@@ -347,13 +347,12 @@ class TraceProbe:
         return self._in_order({name: self._sign(name, full(p.detach())) for name, p in self._parameters.items()})
 
     def _in_order(self, rows: dict[str, np.ndarray]) -> np.ndarray:
-        """One row for each parameter of the whole model: this rank's own, or that of a rank which has it."""
+        """One row for each parameter of the whole model, from this rank or from one that has the parameter."""
         whole = {**self._whole(rows), **rows}
         return np.array([whole[name] for name in self._names])
 
     def _whole(self, mine: dict[str, Any]) -> dict[str, Any]:
-        """Values by name, including those of the other ranks of this replica if ranks have parts; collective in that
-        case."""
+        """Values by name, with those of this replica's other ranks if each has only a part; collective in that case."""
         if not self._has_parts:
             return mine
         everyone = self.place.gathered(mine)
@@ -383,13 +382,13 @@ class TraceProbe:
 
 
 def _mean_by_name(everyone: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Mean of the ranks' signatures by name, for names that all have."""
+    """Mean of the ranks' signatures by name, for names that all ranks have."""
     shared = [name for name in everyone[0] if all(name in theirs for theirs in everyone)]
     return {name: np.mean([theirs[name] for theirs in everyone], axis=0) for name in shared}
 
 
 def _stand_still(setup: Setup) -> None:
-    """Disable updates: every step then starts from the same parameters."""
+    """Disable updates, so that every step starts from the same parameters."""
 
     def stop(optimizer: torch.optim.Optimizer, *args: Any) -> None:
         for group in optimizer.param_groups:
@@ -413,7 +412,7 @@ def _row_digests(batch: RankBatch) -> np.ndarray:
 
 
 def _random_state(device: torch.device) -> bytes:
-    """A digest of the states of the generators that a model may draw from."""
+    """Digest of the states of all generators from which a model may draw."""
     digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
     if device.type == "cuda":
         digest.update(torch.cuda.get_rng_state(device).numpy().tobytes())

@@ -1,1 +1,1 @@
-"""The trace of a run, and the comparison of two."""
+"""Traces of runs, and their comparison."""

@@ -1,7 +1,7 @@
-"""Comparison of two runs by their traces, step by step: size and place of their differences.
+"""Compare two runs by their traces, step by step: where and by how much they differ.
 
-Used by verification.variants, for single process against strategy, and for any other pair of runs; with a bound of 0
-they must agree to the bit."""
+Used by verification.variants for a strategy against one process, and for other pairs of runs. With a bound of 0 they
+must agree to the bit."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,12 +13,12 @@ from scaleray.verification.bounds import BOUND, IDLE_GRADIENT, SMALL_GRADIENT
 from scaleray.verification.traces.run_trace import Restored, StepTrace, Trace
 
 WIDTHS = ("bf16", "fp16", "fp32", "")
-"""Number formats by increasing number of digits; the last is float64."""
+"""Number formats by increasing number of digits; the last one means float64."""
 
 
 def compare(reference: Trace, other: Trace, *, bound: float = BOUND) -> Comparison:
-    """Compare a run with the one it should equal. bound: relative difference; 0 requires the same bits and the same
-    order of rows."""
+    """Compare a run with the one that it should equal. bound: relative difference; 0 requires identical bits and the
+    same order of rows."""
     divergence = next(divergences(reference, other, bound), None)
     if reference.names != other.names or not reference.steps or not other.steps:
         return Comparison(divergence=divergence)
@@ -37,7 +37,7 @@ def compare(reference: Trace, other: Trace, *, bound: float = BOUND) -> Comparis
 
 
 def largest_difference(reference: Trace, other: Trace) -> float:
-    """Largest relative difference over all steps, of all quantities that rounding moves."""
+    """Largest relative difference over all steps and all quantities that rounding affects."""
     found = [compare(reference, other, bound=math.inf).largest]
     for number, (ours, theirs) in enumerate(zip(reference.steps, other.steps, strict=False)):
         found += gradient_differences(ours, theirs).tolist()
@@ -50,7 +50,7 @@ def largest_difference(reference: Trace, other: Trace) -> float:
 
 
 def divergences(reference: Trace, other: Trace, bound: float) -> Iterator[Divergence]:
-    """Yield everything that differs, in the order of cause and effect."""
+    """Yield all differences, causes before effects."""
     if reference.names != other.names:
         pairs = zip((*reference.names, ""), (*other.names, ""), strict=False)
         yield Divergence(0, "model", math.inf, next((a or b for a, b in pairs if a != b), None))
@@ -99,7 +99,7 @@ def divergences(reference: Trace, other: Trace, bound: float) -> Iterator[Diverg
 def restored_differences(
     saved: Restored | None, restored: Restored, names: tuple[str, ...], bound: float
 ) -> Iterator[Divergence]:
-    """Yield the differences of a restored training from the saved one, as divergences of the step after the
+    """Yield the differences between a restored state and the saved one, as divergences of the step after the
     checkpoint."""
     if saved is None:
         return
@@ -115,8 +115,8 @@ def restored_differences(
 def _by_name(
     ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], bound: float, step: int, quantity: str
 ) -> Iterator[Divergence]:
-    """Yield the first tensor that differs, of those recorded in one run. Small ones are measured by the largest of
-    their kind, which is the last part of a name such as `0.weight: exp_avg`."""
+    """Yield the first recorded tensor that differs. The scale for a small tensor is the largest one of its kind, which
+    is the last part of a name such as `0.weight: exp_avg`."""
     kinds = {name: name.rpartition(": ")[2] if quantity.endswith(("state", "state before")) else "" for name in ours}
     largest: dict[str, float] = {}
     for name, value in ours.items():
@@ -131,7 +131,7 @@ def _by_name(
 
 
 def _begin_apart(reference: Trace, ours: StepTrace, theirs: StepTrace, bound: float) -> Iterator[Divergence]:
-    """Yield differences in parameters at the beginning of a step, caused by callbacks or evaluations."""
+    """Yield differences in parameters at the beginning of a step, which callbacks or evaluations cause."""
     if ours.begins is None or theirs.begins is None or ours.begins_spread is None or theirs.begins_spread is None:
         return
     scale = np.where(_is_idle(reference), np.linalg.norm(ours.begins[:, 0]), ours.begins[:, 0])
@@ -151,7 +151,7 @@ def other_buffer(ours: StepTrace, theirs: StepTrace) -> str | None:
 
 
 def narrower(ours: StepTrace, theirs: StepTrace) -> str | None:
-    """Name of the first of a training's values with fewer digits than in one process at the beginning of a step."""
+    """Name of the first value that has fewer digits than in one process at the beginning of a step."""
     shared = theirs.formats.keys() & ours.formats.keys()
     return next((n for n in ours.formats if n in shared and _is_narrower(ours.formats[n], theirs.formats[n])), None)
 
@@ -161,7 +161,7 @@ def _is_narrower(ours: str, theirs: str) -> bool:
 
 
 def _lacks_inputs(ours: StepTrace, theirs: StepTrace) -> bool:
-    """Whether the loss lacked rows; additional ones may be placeholders, which do not count."""
+    """Whether the loss lacked rows; additional rows may be placeholders and do not count."""
     if ours.inputs is None or theirs.inputs is None:
         return False
     return len(np.setdiff1d(ours.inputs, theirs.inputs)) > 0
@@ -181,7 +181,7 @@ def _evaluations(reference: Trace, other: Trace, step: int, bound: float) -> Ite
 
 
 def _from_due(trace: Trace, step: StepTrace) -> float:
-    """Relative difference between the learning rates and those that the config implies."""
+    """Relative difference between the learning rates and those implied by the config."""
     if step.due_factor is None or not step.updates:
         return 0.0
     due = tuple(rate * step.due_factor for rate in trace.base_rates)
@@ -197,15 +197,15 @@ def _first_above(
 
 
 def _otherwise_apart(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """Difference in distance between the ranks of a run and those of the reference, (parameters,).
+    """How much farther apart the ranks of a run are than those of the reference, (parameters,).
 
-    Replicas that train apart differ by design. The ranks of any other training are not apart, like a single process."""
+    Replicas that train separately differ by design. In any other training, ranks agree, as in one process."""
     with np.errstate(invalid="ignore"):
         return np.where(ours == theirs, 0.0, np.abs(theirs - ours))
 
 
 def signature_differences(ours: np.ndarray, theirs: np.ndarray, scale: np.ndarray | None = None) -> np.ndarray:
-    """Estimate of |a - b| / |a| for every parameter (parameters,), from signatures. scale: divisor in place of |a|."""
+    """Estimate of |a - b| / |a| for every parameter, (parameters,), from signatures. scale: divisor instead of |a|."""
     apart = _apart(ours, theirs).max(axis=1)
     below = ours[:, 0] if scale is None else scale
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -227,7 +227,7 @@ def parameter_differences(reference: Trace, other: Trace, number: int) -> np.nda
 
 
 def final_differences(reference: Trace, other: Trace) -> dict[str, float]:
-    """Largest difference of each final tensor, relative to its largest value; {} if they were not stored."""
+    """Largest difference of each final tensor, relative to its largest value; {} if the tensors were not stored."""
     if not reference.final or not other.final:
         return {}
     idle = {name for name, is_idle in zip(reference.names, _is_idle(reference), strict=True) if is_idle}
@@ -245,14 +245,14 @@ def final_differences(reference: Trace, other: Trace) -> dict[str, float]:
 
 
 def _apart(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """Elementwise |a - b|; 0 if both are the same infinity, or both NaN: an overflow is a value, since fp16 skips its
-    step."""
+    """Elementwise |a - b|; 0 if both are the same infinity or both NaN, since fp16 skips the step of an overflow in
+    both runs."""
     with np.errstate(invalid="ignore"):
         return np.where((ours == theirs) | (np.isnan(ours) & np.isnan(theirs)), 0.0, np.abs(ours - theirs))
 
 
 def _is_idle(reference: Trace) -> np.ndarray:
-    """Mask of parameters whose gradients never exceed rounding: a relative difference would compare noise."""
+    """Mask of parameters whose gradients never exceed rounding, so that a relative difference would compare noise."""
     finite = [s for s in reference.steps if math.isfinite(s.grad_norm)]
     shares = np.array([s.gradients[:, 0] / (s.grad_norm or 1.0) for s in finite])
     most = shares.max(axis=0) if len(shares) else np.zeros(len(reference.names))
@@ -260,7 +260,7 @@ def _is_idle(reference: Trace) -> np.ndarray:
 
 
 def same_rows(ours: np.ndarray, theirs: np.ndarray, *, in_order: bool) -> bool:
-    """Whether a step had the same rows; their order inside the step does not change a sum."""
+    """Whether a step had the same rows; their order within the step does not change a sum."""
     return np.array_equal(ours, theirs) if in_order else np.array_equal(np.sort(ours), np.sort(theirs))
 
 
@@ -273,7 +273,7 @@ def _update_difference(ours: tuple[tuple[float, ...], ...], theirs: tuple[tuple[
 
 
 def _floor(values: list[float]) -> float:
-    """Smallest scale for losses and norms near zero: a thousandth of the largest."""
+    """Minimum scale for losses and norms near zero: a thousandth of the largest value."""
     return 1e-3 * max((abs(v) for v in values if math.isfinite(v)), default=0.0)
 
 

@@ -1,5 +1,5 @@
-"""Properties of a training other than its numbers that must equal those of one process: modes and rates of layers, and
-the digits of values."""
+"""Properties of a training, besides its numbers, that must equal those of one process: modes and rates of layers, and
+digits of values."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from scaleray.verification.traces.run_trace import Layer
 from scaleray.verification.traces.signatures import number_format
 
 SETTINGS = ("p", "dropout", "momentum", "eps")
-"""Attributes of torch's layers that no strategy changes."""
+"""Attributes of torch's layers that strategies never change."""
 
 
 class TakenOut(float):
-    """A disabled dropout rate: 0 in every computation, with the original rate in `rate`."""
+    """A disabled dropout rate, which is 0 in every computation and has the original in `rate`."""
 
     def __new__(cls, rate: float) -> TakenOut:
         return super().__new__(cls, 0.0)
@@ -37,13 +37,13 @@ class TakenOut(float):
 
 
 def taken_out(value: float) -> float:
-    """The original rate of a number: its own, unless it was disabled."""
+    """The number itself or, if it is a disabled rate, the original rate."""
     return value.rate if isinstance(value, TakenOut) else value
 
 
 def layers_of(module: nn.Module) -> dict[str, Layer]:
-    """Modes of modules by name, with the settings of torch's own; without modules that have neither settings nor
-    parameters, as another stage of a pipeline has them in place of layers."""
+    """Modes of modules by name, with settings of torch's own layers. Omits modules with neither settings nor
+    parameters, which replace other stages' layers in a pipeline."""
     found = {name: (part, _settings(part)) for name, part in module.named_modules()}
     return {n: (p.training, s) for n, (p, s) in found.items() if s or next(p.parameters(), None) is not None}
 
@@ -57,14 +57,14 @@ def _settings(part: nn.Module) -> tuple[tuple[str, float], ...]:
 
 
 def formats_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Number format of fewest digits that holds all values of each tensor, "" for float64; without tensors of a single
-    value, such as a buffer of ones."""
+    """Number format with the fewest digits that holds all values of each tensor; "" for float64. Omits tensors with a
+    single distinct value, such as a buffer of ones."""
     varied = {n: t.flatten() for n, t in tensors.items() if t.is_floating_point() and t.numel()}
     return {n: number_format(t.double()) for n, t in varied.items() if bool((t != t[0]).any())}
 
 
 def widest(everyone: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Format by name that holds the values of all ranks."""
+    """Number format, by name, that holds the values of all ranks."""
     found: dict[str, str] = {}
     for theirs in everyone:
         for name, kind in theirs.items():
@@ -73,7 +73,7 @@ def widest(everyone: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 
 def alike(everyone: Iterable[Mapping[str, Layer]]) -> dict[str, Layer | None]:
-    """Layers by name; None if two ranks differ."""
+    """Layers by name; None for a layer on which ranks differ."""
     found: dict[str, Layer | None] = {}
     for theirs in everyone:
         for name, layer in theirs.items():
@@ -83,8 +83,8 @@ def alike(everyone: Iterable[Mapping[str, Layer]]) -> dict[str, Layer | None]:
 
 @dataclass
 class Given:
-    """Input of a step's loss on this rank: digests of its distinct rows (uint64; None if a row is unknown), and the
-    number formats of its columns. evaluates_in_training: whether an evaluation has found the model in training mode.
+    """Input of a step's loss on this rank: digests of its distinct rows (uint64; None if a row is unknown), and number
+    formats of its columns. evaluates_in_training: whether an evaluation found the model in training mode.
     """
 
     rows: np.ndarray | None = None
@@ -92,7 +92,7 @@ class Given:
     evaluates_in_training: bool = False
 
     def take(self, batch: Any) -> None:
-        """Note the rows of a micro-batch."""
+        """Record the rows of a micro-batch."""
         columns = {str(n): t for n, t in _columns(batch) if isinstance(t, torch.Tensor) and t.ndim}
         if not columns:
             return

@@ -1,4 +1,4 @@
-"""Signatures, which show whether two tensors differ and by how much, and the number format that a tensor fits."""
+"""Signatures, which show whether and by how much two tensors differ, and number formats that tensors fit."""
 
 import hashlib
 
@@ -12,8 +12,8 @@ FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 class Signer:
     """Signatures of tensors: norm, sum, and sums under two fixed random signs, in float64.
 
-    If two tensors differ by d, each signed sum differs by about the norm of d, whatever d is; so four numbers show
-    whether they differ and by how much. Signs depend on the name and the number of elements alone."""
+    If two tensors differ by d, each signed sum differs by about the norm of d, whatever d is, so four numbers show
+    whether and by how much they differ. Signs depend only on the name and the number of elements."""
 
     def __init__(self, num_projections: int = 2) -> None:
         self.num_projections = num_projections
@@ -43,10 +43,10 @@ class Signer:
 
 
 def number_format(tensor: torch.Tensor) -> str:
-    """Number format of fewest digits that holds every value of a float64 or float32 tensor: bf16, fp16 or fp32; "" if
-    it needs its own type, or has only zeros.
+    """Number format with the fewest digits that holds every value of a float64 or float32 tensor: bf16, fp16 or fp32;
+    "" if it needs its own type or has only zeros.
 
-    Sums fill all digits of their type, so a tensor that fits a shorter type was rounded."""
+    Sums use all digits of their type, so a tensor that fits a narrower type was rounded."""
     flat = _flat(tensor)
     if flat.dtype not in (torch.float64, torch.float32) or not bool(flat.any()):
         return ""
@@ -55,6 +55,6 @@ def number_format(tensor: torch.Tensor) -> str:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All numbers of a tensor (n,): a complex one has two for each element."""
+    """All numbers of a tensor, (n,); each complex element counts as two."""
     flat = tensor.detach().to_dense().reshape(-1)
     return torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat

@@ -1,5 +1,5 @@
-"""Reason why a variant differs from the training of one process. Found in their traces, in runs with a part removed, or
-in the decomposed gradient."""
+"""Explain why a variant differs from the training of one process, by their traces, by runs with a part removed, or by
+the decomposed gradient."""
 
 import dataclasses
 import math
@@ -38,17 +38,17 @@ from scaleray.verification.traces.run_trace import Trace
 def from_shares(
     shares: np.ndarray, counts: np.ndarray, layout: Layout, *, stale: float = 0.0, difference: float = 0.0
 ) -> Finding | None:
-    """Class of the cause, from the weights of every worker's micro-batches in the synchronised gradient;
-    None if all are 1, unless the gradient is not that of the whole batch.
+    """Class of the cause, given the weights of every worker's micro-batches in the synchronised gradient; None if all
+    weights are 1 and the gradient is that of the whole batch.
 
     difference: relative distance from the gradient of the whole batch. shares: (observing ranks, ranks, micro-batches),
     1 if a micro-batch has the right weight. counts: (ranks, micro-batches), 0 for a missing one. stale: weight of the
     previous step's gradient."""
     if is_near(stale, 1.0) and abs(shares).max() < SAME_RATIO:
-        why = "it is the previous step's gradient: the sums of this step were not waited for"
+        why = "it is the previous step's gradient, as the step did not wait for its own sums"
         return Finding(Cause.MISSING_SYNCHRONISATION, why)
     if abs(stale) > SAME_RATIO:
-        why = f"it still contains the previous step's gradient, {stale:.4g} times"
+        why = f"it still contains {stale:.4g} times the previous step's gradient"
         return Finding(Cause.ACCUMULATION, why)
     there = counts > 0
     seen = shares[0]
@@ -69,7 +69,7 @@ def from_shares(
         if len(values) == 1 or difference <= LEAST_OF_A_CUT:
             return None
         why = (
-            f"the gradient is the sum of those of its {len(values)} micro-batches, each computed alone, and not that "
+            f"the gradient is the sum of those of its {len(values)} micro-batches, each computed alone, not that "
             "of the whole batch: micro-batches and workers change this training. Compute the loss of a row from that "
             "row alone, or keep one worker and one micro-batch"
         )
@@ -87,7 +87,7 @@ def from_shares(
     kept = seen[there & (np.abs(seen) >= SAME_RATIO)]
     if lost and counts.shape[1] > 1 and np.ptp(kept) <= SAME_RATIO * abs(kept).max() and not _only_last(seen, there):
         which = ", ".join(f"micro-batch {p + 1} of rank {r}" for r, p in lost[:3])
-        return Finding(Cause.ACCUMULATION, f"micro-batches are not in the gradient: {which}")
+        return Finding(Cause.ACCUMULATION, f"the gradient lacks {which}")
     pairs = [(row[mask][:-1], row[mask][-1]) for row, mask in zip(seen, there, strict=True) if mask.sum() > 1]
     if pairs and all(last != 0 for _, last in pairs):
         early = np.concatenate([values / last for values, last in pairs])
@@ -109,14 +109,14 @@ def _only_last(seen: np.ndarray, there: np.ndarray) -> bool:
 
 
 class Explanation:
-    """Explains a variant's difference from its reference, with runs of a group of workers. bound: largest relative
+    """Explains a variant's difference from its reference, by running a group of workers. bound: largest relative
     difference between numbers that count as equal."""
 
     def __init__(self, runs: Runs, bound: float) -> None:
         self.runs, self.bound = runs, bound
 
     def of(self, variant: Variant, key: Key, trace: Trace, divergence: Divergence, layout: Layout) -> Finding:
-        """The finding on a variant's divergence from the reference of `key`. Collective."""
+        """Finding on a variant's divergence from the reference of `key`. Collective."""
         runs, place = self.runs, self.runs.place
         finding: Finding | None = on_first(
             place,
@@ -140,13 +140,13 @@ class Explanation:
         return finding or on_first(place, lambda: without_experiment(runs.reference(key), trace, divergence, layout))
 
     def unrepeatable(self, key: Key, divergence: Divergence) -> Finding | None:
-        """Finding if the data itself is not repeatable: the reference is run again. On rank 0."""
+        """Run the reference again; returns a finding if the data itself is not repeatable. On rank 0."""
         if divergence.quantity != "rows":
             return None
         return from_repetition(self.runs.reference(key), self.runs.again(key))
 
     def _one_process_differs_as_well(self, variant: Variant, key: Key, divergence: Divergence) -> bool:
-        """Whether one process with the variant's micro-batches differs from the reference, too. On rank 0."""
+        """Whether one process with the variant's micro-batches also differs from the reference. On rank 0."""
         if divergence.quantity not in ("loss", "gradient") or key.partition is not None:
             return False
         size = variant.job.recipe.micro_batch_size

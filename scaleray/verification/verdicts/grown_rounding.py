@@ -1,8 +1,8 @@
-"""Growth of rounding in a training: one process runs again with another last digit in its initial parameters.
+"""Growth of rounding in a training, measured by repeating one process with other last digits in its parameters.
 
-A normalisation over two values, or a division by a gradient near zero, makes 1e-16 exceed any bound in float64. A
-difference that grows so in one process also grows from another order of sums, and is no mistake of a strategy. A model
-that computes a part in float32 rounds to its digits: then the last digit of float32 is changed."""
+A normalisation over two values, or a division by a gradient near zero, makes 1e-16 exceed any bound in float64. If it
+grows in one process, it also grows from another order of sums, without any mistake in a strategy. A model that computes
+a part in float32 rounds to float32, so then the last digit of float32 is changed."""
 
 from collections.abc import Mapping
 
@@ -24,11 +24,11 @@ GROWS = (
     "loss", "gradient", "parameters", "final values", "restored parameters", "restored state", "evaluation",
     "parameters before", "state before", "buffers before",
 )  # fmt: skip
-"""Quantities that rounding moves; it does not move rows, counts and learning rates."""
+"""Quantities that rounding affects; it does not affect rows, counts and learning rates."""
 
 
 class GrownRounding:
-    """Bounds of comparisons, wider if rounding grows; measured once for each reference. On rank 0."""
+    """Bounds of comparisons, which are wider if rounding grows; measured once for each reference. On rank 0."""
 
     def __init__(self, runs: Runs, bound: float) -> None:
         self.runs, self.bound = runs, bound
@@ -36,7 +36,7 @@ class GrownRounding:
         self._casts: list[str] | None = None
 
     def bound_for(self, divergence: Divergence, key: Key) -> float:
-        """The bound within which a run with this divergence equals the reference of `key`."""
+        """Bound within which a run with this divergence counts as equal to the reference of `key`."""
         if divergence.quantity not in GROWS or not divergence.difference <= LARGEST_ROUNDING_IN_FLOAT32:
             return self.bound
         if self._casts is None:
@@ -50,7 +50,7 @@ class GrownRounding:
         return max(self.bound, min(ROUNDING_TIMES * self._largest[key], most))
 
     def to_text(self, bound: float) -> str:
-        """Origin of a bound; "" for the requested one."""
+        """Reason for a bound; "" for the requested one."""
         if bound <= self.bound:
             return ""
         if self._casts:
@@ -73,7 +73,7 @@ class GrownRounding:
 
 
 class ShakenProbe(TraceProbe):
-    """A probe that changes every parameter by one unit in its last place, up or down, before the run."""
+    """Probe that changes every parameter by one unit in its last place, up or down, before the run."""
 
     digits_of: torch.dtype | None = None
     """Type whose last place is changed; None: the parameter's own."""
@@ -88,6 +88,6 @@ class ShakenProbe(TraceProbe):
 
 
 class ShakenInFloat32(ShakenProbe):
-    """The same in the last place of float32, for a model that computes a part in it."""
+    """Probe that changes the last place of float32, for a model that computes a part in float32."""
 
     digits_of = torch.float32

@@ -1,8 +1,8 @@
 """Guarantees of each strategy relative to the training of one process, and their check.
 
-Replicas that train apart do not equal one process. But their exchanges are linear: means, sums, mixtures. Signatures
-are linear, too, so a mean of tensors has the mean of their signatures, and every exchange can be recomputed from the
-replicas before it."""
+Replicas that train separately do not equal one process, but their exchanges are linear: means, sums, mixtures.
+Signatures are linear too: a mean of tensors has the mean of their signatures, so every exchange can be recomputed from
+the replicas before it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Groups = list[list[int]]
 Machines = Sequence[tuple[str, str]]
 """Machine of each rank."""
 Law = Callable[[Trace, RunConfig], Iterator[tuple[int, np.ndarray]]]
-"""Function that yields (step, signatures (ranks, parameters, 3) that the replicas should have after it)."""
+"""Function that yields (step, signatures (ranks, parameters, 3) that replicas should have after it)."""
 
 
 @dataclass(frozen=True)
@@ -30,30 +30,30 @@ class Guarantee:
 
     is_exact: bool = True
     keeps: frozenset[str] = frozenset()
-    """Quantities of a Divergence that must be equal even if the strategy is not exact."""
+    """Quantities of a Divergence that must be equal even for a strategy that is not exact."""
     words: str = "equal to one process"
     exact_steps: Callable[[RunConfig], int] | None = None
-    """Number of first steps that are equal in everything; the loss of the next step is equal too, since it starts from
+    """Number of first steps that are equal in every respect; the next step's loss is equal too, since it starts from
     the same parameters."""
     agrees_after: Callable[[RunConfig, int], bool] = lambda config, step: False
     """Whether all ranks hold the same parameters after this step."""
     shares_state_after: Callable[[RunConfig, int], bool] = lambda config, step: False
     """Whether all ranks hold the same state of the optimizer after this step."""
     law: Law | None = None
-    """Parameters that the replicas hold after each step, given those before."""
+    """Parameters that replicas should hold after each step, given those before it."""
     groups: Callable[[RunConfig, int, Machines], Groups] = lambda config, step, machines: _each_alone(machines)
-    """Groups of ranks over which the optimizer's state is averaged after a step; by default each rank keeps its own."""
+    """Groups of ranks that average the optimizer's state after a step; by default each rank keeps its own."""
     is_under_way: Callable[[RunConfig, int], bool] = lambda config, step: False
-    """Whether messages or updates that belong to the replicas' mean may be under way after a step."""
+    """Whether messages or updates that belong to the replicas' mean may be in flight after a step."""
     buffers: Callable[[RunConfig, int, np.ndarray, Machines], np.ndarray | None] = lambda *arguments: None
-    """Signatures (ranks, 4) of a buffer at the end of a step, given those before ranks communicate; their norms are
-    meaningless. None without a guarantee."""
+    """Signatures (ranks, 4) of a buffer at the end of a step, given those before ranks communicate; ignore their norms.
+    None without a guarantee."""
     mean: Callable[[Trace, RunConfig, int], np.ndarray | None] = lambda trace, config, step: None
-    """Signatures (parameters, 3) of the replicas' mean after a step; None if it cannot be computed from outside."""
+    """Signatures (parameters, 3) of the replicas' mean after a step; None if it cannot be computed."""
 
     def is_kept_by(self, divergence: Divergence, config: RunConfig, resumed_after: int | None = None) -> bool:
-        """Whether the quantity must equal one process in this step. resumed_after: step after which replicas were made
-        equal."""
+        """Whether the quantity must equal one process in this step. resumed_after: step after which a resume made
+        replicas equal."""
         if divergence.quantity == "evaluation":
             return True  # compared with the mean of the replicas
         first = self.exact_steps(config) if self.exact_steps is not None else -1
@@ -64,7 +64,7 @@ class Guarantee:
         return not (must_be_equal or (starts_equal and divergence.quantity == "loss"))
 
     def disagreement(self, trace: Trace, config: RunConfig, bound: float) -> Divergence | None:
-        """The first step after which ranks differ though they should agree, or break the law of their exchange."""
+        """First step after which ranks differ although they should agree, or violate the law of their exchange."""
         due = dict(self.law(trace, config)) if self.law is not None and config.pruning.method == "none" else {}
         for number, step in enumerate(trace.steps):
             looks = (
@@ -126,13 +126,13 @@ class Guarantee:
 
 
 def _farthest(found: np.ndarray, due: np.ndarray) -> float:
-    """Largest relative difference between signatures (ranks, 4), but for their norms."""
+    """Largest relative difference between signatures (ranks, 4), ignoring their norms."""
     scale = float(np.abs(due[:, 0]).max()) or 1.0
     return float(np.abs(found[:, 1:] - due[:, 1:]).max()) / scale
 
 
 def _moved_between(trace: Trace, number: int, config: RunConfig, bound: float) -> Divergence | None:
-    """The first of the replicas' values that changed between the end of one step and the beginning of the next."""
+    """First value of the replicas that changed between the end of one step and the beginning of the next."""
     step = trace.steps[number]
     is_resumed = trace.restored is not None and step.step == trace.restored.step + 1
     last = None if number == 0 or is_resumed else trace.steps[number - 1].replicas
@@ -162,8 +162,8 @@ def _averages_within_nodes_after(config: RunConfig, step: int) -> bool:
 
 
 def _local_steps(trace: Trace, config: RunConfig) -> Iterator[tuple[StepTrace, Machines, np.ndarray]]:
-    """Updates of replicas on their own: step, the ranks' machines, and the signatures after the optimizer's update
-    (ranks, parameters, 3)."""
+    """Replicas' own updates: step, the ranks' machines, and signatures (ranks, parameters, 3) after the optimizer's
+    update."""
     for step in trace.steps:
         if step.step > config.local_sgd.warmup_steps and step.replicas is not None:
             yield step, step.replicas.machines, step.replicas.updated[:, :, 1:]
@@ -269,8 +269,8 @@ def _mean_in_gossip(trace: Trace, config: RunConfig, step: int) -> np.ndarray | 
 
 
 def _mass_lost(step: StepTrace, trace: Trace, bound: float) -> Divergence | None:
-    """A parameter whose weighted sum over replicas and messages under way is not that of the previous step plus the
-    replicas' updates: asynchronous gossip guarantees this for any order of messages (Assran et al. 2018,
+    """A parameter whose weighted sum over replicas and messages in flight is not the previous step's sum plus the
+    replicas' updates. Asynchronous gossip guarantees this equality for any order of messages (Assran et al. 2018,
     arXiv:1811.10792, section 3)."""
     replicas = step.replicas
     if replicas is None or replicas.masses is None or replicas.weights is None:
@@ -293,8 +293,9 @@ def _mass_lost(step: StepTrace, trace: Trace, bound: float) -> Divergence | None
 
 
 def _async_sgd(trace: Trace, config: RunConfig) -> Iterator[tuple[int, np.ndarray]]:
-    """Law of async_sgd: each worker immediately has its own part of every update. It has the others' sums of all steps
-    up to one at most `max_staleness` ago, the same for all of its parameters; after a synchronisation, all of them."""
+    """Law of async_sgd: each worker has its own part of every update at once. Of the others, it has the sums of all
+    steps up to one at most `max_staleness` ago, the same for all parameters; after a synchronisation, it has all sums.
+    """
     base, own, others, met = np.zeros(0), np.zeros(0), [np.zeros(0)], 0
     for step in trace.steps:
         if step.replicas is None:
@@ -318,7 +319,7 @@ def _async_sgd(trace: Trace, config: RunConfig) -> Iterator[tuple[int, np.ndarra
 
 
 def _sum_of_updates(trace: Trace, config: RunConfig, step: int) -> np.ndarray | None:
-    """Sum of all updates: each worker's update of each step counts one n-th, wherever it currently is."""
+    """Sum of all updates: each of n workers' updates counts 1/n in every step, wherever it currently is."""
     first, total = 1, trace.initial[:, 1:].copy()
     if trace.restored is not None and step > trace.restored.step:
         first, total = trace.restored.step + 1, trace.restored.parameters[:, 1:].copy()
@@ -361,13 +362,13 @@ GUARANTEES = {
     ),
     "gossip": Guarantee(
         False, _SAME_COURSE,
-        "replicas agree only in the limit: same start, rows and learning rates, and mixtures by the graph",
+        "replicas agree only in the limit: same start, rows and learning rates, and mixtures along the graph",
         lambda config: 0, law=_gossip, is_under_way=lambda config, step: config.gossip.is_asynchronous,
         buffers=_mixed_buffers, mean=_mean_in_gossip,
     ),
     "async_sgd": Guarantee(
         False, _SAME_COURSE,
-        "updates are late by a bounded number of steps: same start, rows and learning rates, and each update once",
+        "updates are late by a bounded number of steps: same start, rows and learning rates, and each update just once",
         lambda config: 0, lambda config, step: step % config.gossip.meet_every == 0, law=_async_sgd,
         is_under_way=lambda config, step: step % config.gossip.meet_every != 0, mean=_sum_of_updates,
     ),
@@ -378,7 +379,7 @@ GUARANTEES = {
         exact_steps=lambda config: config.compression.start_step, agrees_after=lambda config, step: True,
     ),
 }  # fmt: skip
-"""Strategies that do not guarantee equality. All others do."""
+"""Strategies that do not guarantee equality to one process; all others do."""
 
 
 def guarantee_of(strategy: str, config: RunConfig, world_size: int) -> Guarantee:

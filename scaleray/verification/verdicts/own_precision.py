@@ -1,9 +1,9 @@
 """Check that a run in its own precision is as exact as its numbers allow.
 
-Every step starts from the same parameters, so that no difference grows: each was made in its own step. The measure is
-the distance of one process in this precision from one in float64; another order of the same sums may differ by a few
-times that, or by a rounding for each summed part. A gradient sent in fewer digits differs by far more, or has visibly
-fewer digits."""
+Every step starts from the same parameters, so differences arise within a step and do not grow. The measure is the
+distance of one process in this precision from one in float64. Another order of the same sums may differ by a few times
+that distance, or by one rounding for each summed part. A gradient sent in fewer digits differs by far more, or has
+visibly fewer digits."""
 
 from dataclasses import dataclass
 
@@ -15,16 +15,16 @@ from scaleray.verification.traces.compare_traces import gradient_differences, na
 from scaleray.verification.traces.run_trace import StepTrace, Trace
 
 Trio = tuple[StepTrace, StepTrace, StepTrace]
-"""Same step of one process in float64, of one process in the run's precision, and of the run."""
+"""The same step of one process in float64, of one process in the run's precision, and of the run."""
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """Allowed difference of a gradient. epsilon: that of the type in which gradients are summed; num_parts: number of
-    summed parts.
+    """Allowed difference of a gradient. epsilon: machine epsilon of the type in which gradients are summed; num_parts:
+    number of summed parts.
 
-    compares_gradients: false if gradients are each replica's own, or approximated. is_narrow: whether gradients are
-    sent in fewer digits because the config says so."""
+    compares_gradients: false if each replica has its own gradients, or they are approximated. is_narrow: whether
+    gradients are sent in fewer digits because the config says so."""
 
     epsilon: float
     num_parts: int
@@ -34,19 +34,19 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Excess:
-    """Difference beyond rounding. allowed: the most that rounding would explain."""
+    """Difference beyond rounding. allowed: largest difference that rounding would explain."""
 
     divergence: Divergence
     allowed: float
     format: str = ""
-    """Number format that all values fit into, if that shows the cause."""
+    """Number format that all values fit, if that shows the cause."""
 
 
 def excess(exact: Trace, reference: Trace, other: Trace, rounding: Rounding) -> Excess | None:
     """First difference from one process that rounding does not explain; None if there is none.
 
-    exact: one process in float64; reference: one in the run's precision; other: the run.
-    Every step of all three starts from the same parameters.
+    exact: one process in float64; reference: one in the run's precision; other: the run. Every step of all three starts
+    from the same parameters.
     """
     if reference.names != other.names:
         return None

@@ -1,4 +1,4 @@
-"""Verdicts of verify that need no run: on decomposed gradients, differences beyond rounding, and failed runs."""
+"""Verdicts of `verify` that need no run: on decomposed gradients, differences beyond rounding, and failed runs."""
 
 import math
 from collections.abc import Mapping
@@ -29,8 +29,8 @@ def mismatch_of(divergence: Divergence, finding: Finding) -> Mismatch:
 
 
 def own_gradients(variant: Variant, watched: Watched, config: RunConfig, bound: float) -> Found | None:
-    """Divergence of a replica's own gradient from that of its rows, or of a compressed gradient from the sent one, if
-    any."""
+    """Divergence, if any, of a replica's own gradient from that of its rows, or of what compression sent from the
+    gradient."""
     parts = watched.probes[0].parts
     assert parts is not None
     step = parts.step
@@ -49,7 +49,7 @@ def own_gradients(variant: Variant, watched: Watched, config: RunConfig, bound: 
     ):
         return None
     if parts.shares is None:
-        why = "a replica's gradient is not that of its own rows"
+        why = "a replica's gradient is not the gradient of its own rows"
         return Divergence(step, "own gradient", math.inf), Finding(Cause.UNKNOWN, why)
     (shares, counts), shard = parts.shares, config.degrees().shard
     for rank, view in enumerate(shares):
@@ -79,15 +79,12 @@ def beyond_rounding(found: Excess, variant: Variant) -> Finding:
     assert variant.own is not None
     own, d = variant.own.config.precision.dtype, found.divergence
     if found.format:
-        why = (
-            f"in {own} every value of the {d.quantity} of {d.parameter} fits into {found.format}: "
-            "it was rounded to that"
-        )
+        why = f"in {own} every value of the {d.quantity} of {d.parameter} fits into {found.format}, so it was rounded"
         return Finding(Cause.DTYPE, why, d.parameter)
     what = f"the {d.quantity}" + (f" of {d.parameter}" if d.parameter else "")
     why = (
         f"in {own} {what} differs by {d.difference:.2g} where rounding explains {found.allowed:.2g}, "
-        "though equal in float64"
+        "although it is equal in float64"
     )
     return Finding(Cause.DTYPE, why, d.parameter)
 
@@ -100,7 +97,7 @@ def without_statistics(variant: Variant) -> str:
             continue
         plan, partition = job.train_plan(), partition_of(job)
         if min(partition.smallest(plan.num_rows(step)) for step in range(plan.steps_per_epoch)) < 2:
-            return "BatchNorm has no statistics of a micro-batch of a single row"
+            return "BatchNorm cannot compute statistics over a micro-batch of a single row"
     return ""
 
 
@@ -117,7 +114,7 @@ def failure(exc: Exception, variant: Variant, probes: list[TraceProbe]) -> Misma
 
 
 def lost(exc: Exception) -> Mismatch:
-    """Mismatch of a variant that hung or ended a process, and so lost its group."""
+    """Mismatch of a variant whose group was lost because a process hung or ended."""
     return Mismatch(0, "run", None, math.inf, Cause.FAILED, " ".join(text_of(exc).split()))
 
 
@@ -127,23 +124,23 @@ def unkept(broken: Divergence, config: RunConfig) -> Finding:
 
 
 def judged(trace: Trace, key: Key) -> str:
-    """Parts that were removed for a comparison, and the reason."""
+    """Parts that were removed for a comparison, with reasons."""
     if key.quiet == Quieted.EVERYTHING:
-        return "in evaluation mode: training draws random numbers, on every rank others by design"
+        return "in evaluation mode: training draws random numbers, which differ between ranks by design"
     words = {
-        "dropout": "dropout off: masks differ from rank to rank by design; which ones ranks draw was checked",
+        "dropout": "dropout off: masks differ between ranks by design; the draws themselves were checked",
         "BatchNorm": "BatchNorm frozen: its statistics are those of each micro-batch by design",
         "SyncBatchNorm": "BatchNorm frozen: its statistics are those of all workers by design",
     }
     if key.partition is not None:
         words["BatchNorm"] = (
-            "BatchNorm: one process took the statistics of each worker's micro-batches, and kept rank 0's"
+            "BatchNorm: one process used the statistics of each worker's micro-batches, and kept those of rank 0"
         )
     return "; ".join(words[name] for name in trace.quieted)
 
 
 def handed_on_wrongly(trace: Trace, guarantee: Guarantee, config: RunConfig, bound: float) -> Found | None:
-    """The first of the final weights that is not the replicas' mean, if known."""
+    """First tensor of the final weights that is not the replicas' mean, if known."""
     last = trace.steps[-1].step if trace.steps else 0
     mean = guarantee.mean(trace, config, last) if last else None
     for position, name in enumerate(trace.names if mean is not None else ()):
@@ -152,15 +149,15 @@ def handed_on_wrongly(trace: Trace, guarantee: Guarantee, config: RunConfig, bou
             continue  # adapters are added to their layers
         apart = float(np.abs(found[1:] - mean[position]).max() / max(float(found[0]), 1e-12))
         if not apart <= bound:
-            why = f"{name} of the final weights is not the mean of the replicas"
+            why = f"{name} in the final weights is not the mean of the replicas"
             return Divergence(last, "final weights", apart, name), Finding(Cause.WEIGHTS, why, name)
     return None
 
 
 def with_norms_of(restored: Restored, saved: Restored, mean: np.ndarray | None) -> Restored:
-    """The state that replicas saved, their mean, with the norms of the restored state: a mean of norms has no meaning.
-    mean: signatures (parameters, 3) of the parameters' mean; None if messages under way, known only to sender and
-    receiver, belong to it."""
+    """The mean state that replicas saved, with the norms of the restored state, since a mean of norms is meaningless.
+    mean: signatures (parameters, 3) of the parameters' mean; None if it includes messages in flight, which only sender
+    and receiver know."""
     parameters = restored.parameters if mean is None else np.column_stack([restored.parameters[:, 0], mean])
 
     def with_norms(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -172,7 +169,7 @@ def with_norms_of(restored: Restored, saved: Restored, mean: np.ndarray | None) 
 
 
 def mean_of(everyone: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The mean of all replicas' tensors by name; for whole numbers, the first replica's."""
+    """Mean of all replicas' tensors by name; the first replica's for integer tensors."""
     held = {name: [theirs[name] for theirs in everyone if name in theirs] for own in everyone for name in own}
     return {
         name: torch.stack(values).mean(dim=0) if values[0].is_floating_point() or values[0].is_complex() else values[0]
