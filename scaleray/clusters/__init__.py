@@ -1,1 +1,1 @@
-"""Machines for training: their files, checks, job submission, and local clusters."""
+"""Clusters for training: their files, checks, job submission, and clusters on this machine."""

@@ -1,7 +1,7 @@
 """Clusters of several nodes on this machine, which keep running after the command that started them has ended.
 
-Every node is a separate Ray process at 127.0.0.1 with its own ports, so that no other host can reach it. For Ray they
-are normal nodes: it places, counts and loses them separately. They share one machine, and everything tied to its
+Every node is a separate Ray process at 127.0.0.1 with its own ports, which no other host can reach. To Ray they are
+normal nodes, which it places work on, counts and loses separately. They share one machine and everything tied to its
 address: Ray Train's local ranks, memory, the network."""
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ GPUS_OF_LINUX = Path("/proc/driver/nvidia/gpus")
 
 @dataclass(frozen=True)
 class NodeNow:
-    """A node of a cluster. state: `up`; `lost` if its processes have ended; `not seen` if they are running but Ray does
-    not list them. resources: those that Ray offers there."""
+    """A node of a cluster. state: `up`; `lost` if its processes have ended; `not seen` if they run but Ray does not
+    list the node. resources: what Ray offers there."""
 
     name: str
     state: str
@@ -67,7 +67,7 @@ class LocalCluster:
         return all(node.state == "up" for node in self.nodes)
 
     def environment(self) -> dict[str, str]:
-        """Environment variables with which `scaleray train`, `ray job` and other programs using Ray find it."""
+        """Environment variables with which `scaleray train`, `ray job` and other Ray programs find the cluster."""
         variables = {
             MODE: os.environ.get(MODE, "token"),
             "RAY_ADDRESS": self.address,
@@ -121,7 +121,7 @@ def cluster_status(name: str | None = None) -> list[LocalCluster]:
 
 
 def cluster_down(name: str = "local") -> int | None:
-    """End a cluster of this machine and all of its processes; return how many of its nodes were running, or None if no
+    """End a cluster on this machine with all its processes; return how many of its nodes were running, or None if no
     cluster of this name is up."""
     state = local_state.load(name)
     if state is None:
@@ -144,7 +144,7 @@ def now(state: ClusterState) -> LocalCluster:
 
 
 def shares_of(devices: Sequence[str], num_nodes: int) -> list[list[str]]:
-    """The machine's GPUs divided among its nodes, neighbours together; the first nodes may have one more."""
+    """Divide the machine's GPUs among its nodes, neighbours together; the first nodes may get one more."""
     small, more = divmod(len(devices), num_nodes)
     ends = [sum(small + (n < more) for n in range(count)) for count in range(num_nodes + 1)]
     return [list(devices[begin:end]) for begin, end in itertools.pairwise(ends)]
@@ -240,7 +240,7 @@ def _forget_if_gone(name: str) -> None:
 
 
 def _gpus(num_nodes: int) -> list[dict[str, str]]:
-    """Environment variables that limit each node to its share of the GPUs: otherwise each would offer all."""
+    """Environment variables that limit each node to its share of the GPUs; otherwise each would offer all of them."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
         with contextlib.suppress(OSError):
@@ -252,7 +252,7 @@ def _gpus(num_nodes: int) -> list[dict[str, str]]:
 
 
 def _nodes_of_ray(dashboard: str) -> list[dict[str, Any]]:
-    """The head's list of its nodes; empty if it does not answer. Raises ClusterError for another user's token."""
+    """The head's list of its nodes; empty if it does not answer. Raises ClusterError if it rejects the token."""
     address = f"{dashboard}/api/v0/nodes?limit=10000&detail=1"
     try:
         found = json.loads(fetch(address, timeout_s=ANSWER_S, headers=headers()))
@@ -261,8 +261,8 @@ def _nodes_of_ray(dashboard: str) -> list[dict[str, Any]]:
         if exc.status in (401, 403):
             raise ClusterError.problem(
                 "The token",
-                f"was rejected by {dashboard}, which was started with another one",
-                "use the RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or home directory of that start",
+                f"was rejected by {dashboard}, which was started with a different token",
+                "use the same RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or home directory as when it was started",
             ) from exc
         return []
     except (ValueError, KeyError, TypeError):

@@ -32,7 +32,7 @@ from scaleray.records.doctor_record import AllReduceTime, DoctorRecord, Measured
 
 
 def evaluate(measured: Measured) -> list[PreflightCheck]:
-    """Return all checks, in the order in which a user would fix problems."""
+    """Return all checks, in the order in which a user should fix problems."""
     checks = [check_nodes(measured)]
     if any(not node.error for node in measured.nodes):
         checks += [check_packages(measured), check_drivers(measured), *machine_checks(measured)]
@@ -49,8 +49,8 @@ def evaluate(measured: Measured) -> list[PreflightCheck]:
 
 
 def collectives_csv(times: Sequence[AllReduceTime]) -> str:
-    """One line per group size and message size; for several equal groups, such as those inside each node, their median:
-    the planner needs the typical time, and slow groups have their own check."""
+    """CSV of all-reduces, one line per group size and message size. Equal groups, such as those inside each node, are
+    represented by their median: the planner needs the typical time, and another check finds slow groups."""
     groups: dict[tuple[int, int, int], list[float]] = {}
     for took in times:
         groups.setdefault((took.ranks, took.nodes, took.num_bytes), []).append(took.seconds)
@@ -75,13 +75,13 @@ def doctor(
     say: Callable[[str], None] = lambda text: None,
 ) -> DoctorRecord:
     """Check every node of a Ray cluster, or this machine, before training there: versions, GPUs, limits, disks, clocks,
-    ports, storage, MLflow, the rate of every GPU and of every link. `.checks` of the record has a verdict, finding and
-    remedy for each; `.worst` is the worst of them.
+    ports, storage, MLflow, and the speed of every GPU and every link. `.checks` of the record has a verdict, finding
+    and remedy for each; `.worst` is the worst verdict.
 
-    config: its storage and MLflow are checked; None: an empty config. address: HOST:PORT of the cluster; None:
-    RAY_ADDRESS, or this machine without it. local: this machine, without Ray. storage, uri: replace the config's; if a
-    tracking URI is configured in any way, the record is stored in MLflow. network: between nodes, such as 100G, for
-    comparison. collectives: file for the measured all-reduces, for `plan`.
+    config: its storage and MLflow are checked; None: an empty config. address: HOST:PORT of the cluster; None: that of
+    RAY_ADDRESS or, if unset, this machine. local: this machine, without Ray. storage, uri: replace the config's; if any
+    tracking URI is configured, the record is stored in MLflow. network: between nodes, such as 100G, for comparison.
+    collectives: file to which to write the all-reduces for `plan`.
 
     Raises ClusterError if the cluster cannot be reached, UsageError for errors of use.
     """
@@ -105,7 +105,7 @@ def doctor(
 def _examined(subject: Subject, *, address: str | None, local: bool, say: Callable[[str], None]) -> DoctorRecord:
     started = time.perf_counter()
     if local and address is not None:
-        text = "and --local cannot be combined: --local checks this machine"
+        text = "and --local cannot be combined: --local checks only this machine"
         raise ClusterError.problem("--address", text, "omit one of them")
     address = None if local else address or os.environ.get("RAY_ADDRESS")
     if not address or address == HERE:
@@ -126,7 +126,7 @@ def _write_collectives(path: Path, record: DoctorRecord) -> None:
     if not record.measured.all_reduces:
         why = record.measured.not_measured.get("links", "they were not measured")
         raise UsageError.problem(
-            "--collectives", f"{path} was not written: there are no all-reduce measurements: {why}"
+            "--collectives", f"{path} was not written, as there are no all-reduce measurements: {why}"
         )
     try:
         path.write_text(collectives_csv(record.measured.all_reduces))
@@ -135,8 +135,7 @@ def _write_collectives(path: Path, record: DoctorRecord) -> None:
 
 
 def _kept_in_mlflow(record: DoctorRecord, uri: str, experiment: str) -> DoctorRecord:
-    """Store the record, with its all-reduces for `plan`, as an artifact in MLflow; return it with the link of the
-    run."""
+    """Store the record, with its all-reduces for `plan`, as artifacts in MLflow; return it with a link to the run."""
     from scaleray.recording.store import RunStore, run_link
     from scaleray.records.mlflow_operations import EndRun, LogArtifact, SetTags
 

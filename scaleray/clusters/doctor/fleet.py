@@ -16,19 +16,19 @@ from scaleray.training.setup.rank_context import RankContext
 
 Measurements = tuple[list[AllReduceTime], Links]
 Trip = tuple[float, float, float]
-"""Time of the request, the node's clock, and time of the answer; the outer two by the driver's clock."""
+"""Time of the request, the node's clock, and time of the answer; the first and last by the driver's clock."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers of nodes by name, and reasons for missing ones."""
+    """Answers of nodes by name, and reasons for missing answers."""
 
     given: dict[str, Any] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
 
 class Fleet(Protocol):
-    """Nodes by name, each of which implements the methods of `NodeInspector`."""
+    """Nodes by name, each with the methods of `NodeInspector`."""
 
     names: list[str]
     address: str
@@ -42,7 +42,7 @@ class Fleet(Protocol):
         """Call a method on these nodes concurrently. arguments: of the method, by name of the node."""
 
     def trips(self, name: str, count: int, *, timeout_s: float) -> list[Trip]:
-        """Round trips to a node's clock; fewer if it does not answer in time."""
+        """Round trips to a node's clock; fewer than requested if it is too slow."""
 
     def links(self, seats: Seats, *, timeout_s: float) -> Measurements:
         """Result of `measure_links` with ranks on these nodes. Raises the error of a rank."""
@@ -55,7 +55,7 @@ class Fleet(Protocol):
 
 
 class ThisMachine:
-    """This machine without Ray: one node, whose ranks are processes with gloo."""
+    """This machine without Ray, as a single node whose ranks are gloo processes."""
 
     def __init__(self) -> None:
         self.drivers_node, self.address = socket.gethostname(), ""
@@ -78,7 +78,7 @@ class ThisMachine:
         return [(now, now, now)]
 
     def links(self, seats: Seats, *, timeout_s: float) -> Measurements:
-        """Measure with processes of this machine."""
+        """Measure with processes on this machine."""
         with gloo_processes(seats.num_ranks, UserCode(None, {}, None, None), timeout_s=timeout_s) as processes:
             found: Measurements = processes.run(seats.num_ranks, _links, seats, workload=None)
         return found

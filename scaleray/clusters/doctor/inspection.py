@@ -1,4 +1,4 @@
-"""Checks of the nodes in parts, each with its own time limit."""
+"""Inspection of the nodes in parts, each with its own time limit."""
 
 import contextlib
 import dataclasses
@@ -35,8 +35,8 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Subject:
-    """Subjects of the check other than the nodes themselves: the storage (absolute folder or URI), MLflow, and the
-    specified network.
+    """What to check besides the nodes themselves: the storage (absolute folder or URI), MLflow, and the specified
+    network.
     """
 
     storage_path: str
@@ -45,7 +45,7 @@ class Subject:
 
 
 class Inspection:
-    """Check of a fleet; the findings of each part are collected in `seen`."""
+    """Inspection of a fleet, which collects the findings of each part in `seen`."""
 
     def __init__(self, fleet: Fleet, subject: Subject) -> None:
         self.fleet, self.subject = fleet, subject
@@ -53,7 +53,7 @@ class Inspection:
         self.not_measured: dict[str, str] = {}
 
     def everything(self) -> Measured:
-        """Run all parts one after another, so that earlier ones do not disturb later measurements."""
+        """Run all parts one after another, so that they do not disturb each other's measurements."""
         nodes = self._facts()
         alive = [node.name for node in nodes if not node.error]
         if alive:
@@ -76,7 +76,7 @@ class Inspection:
         )
 
     def _part(self, name: str, look: Callable[[], None]) -> None:
-        """Run one part; a failed one counts as not measured, with the reason."""
+        """Run one part; if it fails, record the reason under "not measured"."""
         try:
             with stage(f"checking {WORDS[name]}"):
                 look()
@@ -169,7 +169,7 @@ class Inspection:
 
 
 def seats_of(nodes: list[NodeSeen]) -> Seats:
-    """One rank per GPU if there are GPUs, the same number on each node with GPUs; otherwise one per node, or two on a
+    """Place one rank per GPU, with the same number on each node with GPUs; without GPUs, one per node, or two on a
     single node."""
     with_gpus = [node for node in nodes if node.torch_gpus]
     if with_gpus:
@@ -178,13 +178,13 @@ def seats_of(nodes: list[NodeSeen]) -> Seats:
 
 
 def _why_gpus_are_left_alone(nodes: list[NodeSeen]) -> str:
-    """Reason for not measuring: on GPUs in use it would disturb users and be inconclusive."""
+    """Reason not to measure GPUs: on GPUs in use, measuring would disturb users and be inconclusive."""
     busy = sum(not is_idle(gpu) for node in nodes for gpu in node.gpus)
     return f"{busy} GPU{'s are' if busy != 1 else ' is'} in use" if busy else ""
 
 
 def _tracking_error(uri: str) -> str:
-    """Reason why MLflow cannot be used from here; the check does not create a missing database."""
+    """Reason why MLflow cannot be used from here, found without creating a missing database."""
     is_new_file = uri.startswith("sqlite:///") and not sqlite_path(uri).exists()
     try:
         check_reachable(uri)

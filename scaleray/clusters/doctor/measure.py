@@ -1,5 +1,6 @@
-"""Measured speed of GPUs and links: matrix products, all-reduces inside and between nodes, and a tournament of pairs.
-Every rank of the default process group runs `measure_links`; sizes grow as long as time allows."""
+"""Measure the speed of GPUs and links by matrix products, all-reduces inside and between nodes, and a tournament of
+pairs. Every rank of the default group runs `measure_links`, whose messages grow as long as time allows.
+"""
 
 import statistics
 import time
@@ -16,11 +17,11 @@ from scaleray.records.doctor_record import AllReduceTime, DeviceRate, LinkRate, 
 MATMUL_S = 0.5
 REPEATS = 5
 ALL_REDUCE_S = 6.0
-"""Seconds after which no larger all-reduce is started, and which it must not be expected to exceed."""
+"""Seconds after which no larger all-reduce starts, and which its expected end must not exceed."""
 TOURNAMENT_S = 10.0
-"""Seconds after which no further round of the tournament is started."""
+"""Seconds after which no further round of the tournament starts."""
 EXCHANGE_S = 0.5
-"""Longest expected time of a pair for the next larger message."""
+"""Maximum expected seconds of a pair's exchange for it to try the next larger message."""
 SIZES = {"cpu": (2**16, 2**20, 2**23), "cuda": (2**16, 2**20, 2**24, 2**28)}
 """Sizes of all-reduces in bytes."""
 MESSAGES = {"cpu": (2**16, 2**20, 2**23), "cuda": (2**20, 2**24, 2**27)}
@@ -29,7 +30,7 @@ MESSAGES = {"cpu": (2**16, 2**20, 2**23), "cuda": (2**20, 2**24, 2**27)}
 
 @dataclass(frozen=True)
 class Seats:
-    """Placement of ranks: `per_node` on each node, with consecutive numbers. device: `cpu` or `cuda`."""
+    """Placement of ranks: `per_node` consecutive ranks on each node. device: `cpu` or `cuda`."""
 
     nodes: tuple[str, ...]
     per_node: int
@@ -41,7 +42,7 @@ class Seats:
         return len(self.nodes) * self.per_node
 
     def name(self, rank: int) -> str:
-        """Name of a rank as the end of a link."""
+        """Name of a rank as an end of a link."""
         node, local = divmod(rank, self.per_node)
         if self.per_node == 1:
             return self.nodes[node]
@@ -53,8 +54,8 @@ Exchange = Callable[[int, torch.Tensor, torch.Tensor, "dist.ProcessGroup | None"
 
 
 def matmul_rate(node: str, index: int | None) -> DeviceRate:
-    """Rate of the fastest of several matrix products: the device's capability, not its present share. index: of a GPU;
-    None means one core of the processor."""
+    """Rate of the fastest of several matrix products, which shows what the device can do even if it is shared. index:
+    of a GPU; None for one CPU core."""
     if index is None:
         kind, name, precision, dtype, size = PROCESSOR, "a core", "fp32", torch.float32, 768
         device = torch.device("cpu")
@@ -86,7 +87,7 @@ def _matmul_s(matrix: torch.Tensor, out: torch.Tensor) -> float:
 
 
 def exchange(peer: int, outgoing: torch.Tensor, incoming: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Send and receive concurrently, as rings and trees use a link."""
+    """Send and receive concurrently, as rings and trees do over a link."""
     operations = [
         dist.P2POp(dist.isend, outgoing, group=group, group_peer=peer),
         dist.P2POp(dist.irecv, incoming, group=group, group_peer=peer),
@@ -96,8 +97,8 @@ def exchange(peer: int, outgoing: torch.Tensor, incoming: torch.Tensor, group: d
 
 
 def measure_links(rank: int, seats: Seats, *, send: Exchange = exchange) -> tuple[list[AllReduceTime], Links]:
-    """Measure all-reduces and the tournament, with the same result on every rank. Collective: called by all ranks of
-    `seats`, which are those of the default group; that must be a gloo group."""
+    """Measure all-reduces and the tournament, with the same result on every rank. Collective over all ranks of `seats`,
+    which must be the ranks of the default group, a gloo group."""
     device = torch.device("cpu") if seats.device == "cpu" else torch.device("cuda", rank % seats.per_node)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -106,7 +107,7 @@ def measure_links(rank: int, seats: Seats, *, send: Exchange = exchange) -> tupl
 
 
 def _all_reduces(rank: int, seats: Seats, device: torch.device, every: dist.ProcessGroup | None) -> list[AllReduceTime]:
-    """Times inside all nodes at once, over one rank of each node, and over all ranks."""
+    """Time all-reduces inside all nodes at once, over one rank of each node, and over all ranks."""
     found: list[AllReduceTime] = []
     num_nodes, per_node = len(seats.nodes), seats.per_node
     deadline = time.perf_counter() + ALL_REDUCE_S
@@ -148,8 +149,8 @@ def _of_many(ranks: int, nodes: int, times: dict[int, list[float]]) -> list[AllR
 def _times(
     group: dist.ProcessGroup | None, seats: Seats, device: torch.device, *, own: int | None, count: int, deadline: float
 ) -> dict[int, list[float]]:
-    """Seconds of an all-reduce by size, in each of `count` groups, of which this rank belongs to number `own`; all
-    groups use the same sizes. The median of the slowest rank is used."""
+    """Seconds of an all-reduce by size in each of `count` groups, all with the same sizes; this rank belongs to group
+    `own`. A group's time is the median of its slowest rank."""
     found: dict[int, list[float]] = {}
     sizes = SIZES[seats.device]
     for size, larger in zip(sizes, [*sizes[1:], 0], strict=True):
@@ -207,7 +208,7 @@ def _peer(partner: int | None, rank_of: Callable[[int], int]) -> int | None:
 def _pair_s(
     peer: int, seats: Seats, device: torch.device, every: dist.ProcessGroup | None, send: Exchange
 ) -> tuple[float, float]:
-    """(bytes, seconds) of the largest message for which a pair had time."""
+    """(bytes, seconds) of the largest message that a pair exchanged in time."""
     found = (0.0, 0.0)
     sizes = MESSAGES[seats.device]
     for size, larger in zip(sizes, [*sizes[1:], None], strict=True):

@@ -1,4 +1,4 @@
-"""Checks of one node, in a process there: an actor on each node of a Ray cluster, or this process."""
+"""Checks of one node, made by a process on it: an actor on each node of a Ray cluster, or this process."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ RDMA_DEVICES, SHARED_MEMORY = Path("/sys/class/infiniband"), Path("/dev/shm")
 
 
 def facts_of_this_node(name: str, places: Mapping[str, str]) -> NodeSeen:
-    """Return the facts of this process's node. places: folders whose disks are checked, by their use in a training."""
+    """Return facts about this process's node. places: folders whose disks are checked, by their use in a training."""
     import torch
 
     from scaleray.common.fingerprint import accelerators
@@ -57,7 +57,7 @@ def facts_of_this_node(name: str, places: Mapping[str, str]) -> NodeSeen:
 
 
 def limits_here() -> dict[str, int | None]:
-    """Limits of this process by name, None for unlimited, without those that the system lacks."""
+    """Limits of this process by name, None if unlimited; limits that the system lacks are omitted."""
     if platform.system() == "Windows":
         return {}
     import resource
@@ -71,7 +71,7 @@ def limits_here() -> dict[str, int | None]:
 
 
 def disk_of(use: str, path: str) -> DiskSeen | None:
-    """Free space at a folder that exists or would be created; None for a bucket."""
+    """Free space at a folder that exists or could be created; None for a bucket."""
     if "://" in path:
         return None
     folder = Path(path)
@@ -85,8 +85,7 @@ def disk_of(use: str, path: str) -> DiskSeen | None:
 
 
 def gpus_here() -> list[GpuSeen]:
-    """Return all GPUs of the node as reported by NVIDIA's driver, regardless of CUDA_VISIBLE_DEVICES; empty without
-    one."""
+    """Return all GPUs of the node that NVIDIA's driver reports, regardless of CUDA_VISIBLE_DEVICES; empty if none."""
     try:
         driver = nvml.opened()
         return [_gpu(driver, index) for index in range(driver.nvmlDeviceGetCount())]
@@ -145,7 +144,7 @@ class Listener:
     """A port of this node that accepts connections and closes them immediately."""
 
     def __init__(self, host: str) -> None:
-        """host: address of this node for the other nodes."""
+        """host: address of this node for other nodes."""
         self._socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.place: tuple[str, int] = (host, self._socket.getsockname()[1])
         threading.Thread(target=self._accept, name="scaleray-doctor-port", daemon=True).start()
@@ -165,7 +164,7 @@ class Listener:
 
 
 def unreachable(places: Mapping[str, tuple[str, int]]) -> list[str]:
-    """Names of the places that do not accept a connection from here."""
+    """Names of the addresses that do not accept a connection from here."""
 
     def is_open(place: tuple[str, int]) -> bool:
         try:
@@ -183,8 +182,8 @@ def unreachable(places: Mapping[str, tuple[str, int]]) -> list[str]:
 
 @dataclass(frozen=True)
 class Asked:
-    """Subjects of the check on every node. places: folders by their content for a training. tracking_uri: of a server
-    that every node should reach; None: no server is checked.
+    """What to check on every node. places: folders, by what a training stores there. tracking_uri: of a server that
+    every node should reach; None checks no server.
     """
 
     places: Mapping[str, str]
@@ -192,7 +191,7 @@ class Asked:
 
 
 class NodeInspector:
-    """Methods called on one node. `name`: its name; `host`: its address for others."""
+    """Methods that are called on one node. `name`: its name; `host`: its address for others."""
 
     def __init__(self, name: str, host: str) -> None:
         self.name, self.host = name, host
@@ -212,7 +211,7 @@ class NodeInspector:
         )
 
     def listen(self) -> tuple[str, int]:
-        """Open a port for others to reach; it stays open until `stop_listening`."""
+        """Open a port that other nodes try to reach, until `stop_listening`."""
         self._listener = Listener(self.host)
         return self._listener.place
 
@@ -231,7 +230,7 @@ class NodeInspector:
         return storage_checks.write_file(folder, file)
 
     def read(self, folder: str, contents: Mapping[str, storage_checks.Content]) -> storage_checks.FilesRead:
-        """Find files in the storage."""
+        """Find and read files in the storage."""
         return storage_checks.read_files(folder, contents)
 
     def remove(self, folder: str) -> None:
@@ -239,11 +238,11 @@ class NodeInspector:
         storage_checks.remove_folder(folder)
 
     def matmuls(self, num_gpus: int) -> list[DeviceRate]:
-        """Rates of matrix products of each GPU in turn, or of one core without GPUs."""
+        """Rates of matrix products on each GPU, one after another, or on one CPU core without GPUs."""
         return [matmul_rate(self.name, index) for index in (range(num_gpus) if num_gpus else [None])]
 
     def open_store(self) -> StorePlace:
-        """Open a rendezvous port, held until all ranks have joined."""
+        """Open a rendezvous port until all ranks have joined."""
         self._store = OwnedStore(self.host)
         return self._store.place
 

@@ -1,5 +1,5 @@
-"""Nodes of a Ray cluster, with an actor on each that reserves neither CPUs nor GPUs, so that a full cluster can be
-checked too."""
+"""Nodes of a Ray cluster, each with an actor that reserves neither CPUs nor GPUs, so that a full cluster can be checked
+too."""
 
 import contextlib
 import time
@@ -62,7 +62,7 @@ class RayNodes:
         return found
 
     def links(self, seats: Seats, *, timeout_s: float) -> Measurements:
-        """Measurements by ranks on these nodes: the first of each node is its actor, the others are started for this
+        """Measure with ranks on these nodes: the first rank of each node is its actor, the others are started for this
         purpose.
         """
         import ray
@@ -91,7 +91,7 @@ class RayNodes:
         }
 
     def places(self) -> Mapping[str, str]:
-        """Folder to which Ray spills objects that do not fit into memory: that of its sockets and logs."""
+        """Folder of Ray's sockets and logs, to which it also spills objects that do not fit into memory."""
         import ray._private.worker as worker
 
         node = getattr(worker, "_global_node", None)
@@ -129,7 +129,7 @@ def ray_nodes(address: str) -> Iterator[RayNodes]:
 
 
 def _answers(asked: Mapping[str, Any], timeout_s: float) -> Answers:
-    """Results of these calls, within their common time limit."""
+    """Results of these calls that arrive within their common time limit."""
     import ray
 
     found, deadline = Answers(), time.monotonic() + timeout_s
@@ -144,7 +144,7 @@ def _answers(asked: Mapping[str, Any], timeout_s: float) -> Answers:
 
 
 def _reason(exc: BaseException) -> str:
-    """The last informative line of an error of another process, without its traceback."""
+    """The last informative line of another process's error, without its traceback."""
     cause = getattr(exc, "cause", None)
     if cause is not None and str(cause):
         return first_line(cause)

@@ -1,4 +1,4 @@
-"""Result of `scaleray doctor` on the terminal: a row for each check, skipped checks, and the verdict."""
+"""Print the result of `scaleray doctor`: a row for each check, the checks that do not apply, and the verdict."""
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -28,8 +28,8 @@ def show_preflight(console: Console, record: DoctorRecord) -> None:
 
 
 def preflight_table(record: DoctorRecord, *, has_room: bool = True) -> RenderableType:
-    """Table with a row for each check that applies, with the remedy if it is not green. has_room: whether limits have a
-    separate column."""
+    """Table with a row for each applicable check, with a remedy if it is not green. has_room: whether limits have their
+    own column."""
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     table.add_column("check", max_width=16)

@@ -1,5 +1,4 @@
-"""Checks of the storage of runs: whether it is shared, and its speed, by writing files and reading those of other
-nodes."""
+"""Check whether the storage of runs is shared, and its speed, by writing files and reading those of other nodes."""
 
 import contextlib
 import hashlib
@@ -15,18 +14,18 @@ from scaleray.errors import first_line
 PIECE_BYTES = 16 * 2**20
 MOST_BYTES = 64 * 2**20
 WRITE_S = 1.5
-"""Seconds after which writing stops: enough to recognise a slow storage."""
+"""Seconds after which writing stops, enough to recognise slow storage."""
 APPEARS_WITHIN_S = 5.0
 """Seconds within which other nodes must see a file."""
 MOST_READ = 3
-"""Number of other nodes' files whose content a node reads; for the rest it only checks existence."""
+"""Number of other nodes' files that a node reads; it only checks the existence of the rest."""
 Content = tuple[int, str]
 """Bytes of a file, and the SHA-256 of its content."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """File written by a node. error: reason why it could not."""
+    """File that a node wrote. error: reason why it could not write."""
 
     content: Content = (0, "")
     bytes_per_s: float | None = None
@@ -35,14 +34,14 @@ class Written:
 
 @dataclass(frozen=True)
 class FilesRead:
-    """The others' files as read by a node. missing: names of files that are absent or have different content."""
+    """Other nodes' files, as a node found them. missing: names of files that are absent or have wrong content."""
 
     missing: tuple[str, ...] = ()
     bytes_per_s: float | None = None
 
 
 def write_file(folder: str, name: str) -> Written:
-    """Write a file that is large enough to measure the rate, and flush it to disk."""
+    """Write a file large enough to measure the rate, and flush it to disk."""
     try:
         filesystem, inner = open_filesystem(folder)
         filesystem.create_dir(inner, recursive=True)
@@ -97,7 +96,7 @@ def _appears(filesystem: Any, path: str, size: int) -> bool:
 
 
 def _read(filesystem: Any, path: str, content: Content, *, is_local: bool) -> tuple[bool, float]:
-    """Whether a file has the right content, and the seconds for reading it."""
+    """Whether a file has the right content, and the seconds that reading it took."""
     digest, took = hashlib.sha256(), 0.0
     try:
         with _opened(filesystem, path, "rb") as source:
@@ -115,7 +114,7 @@ def _read(filesystem: Any, path: str, content: Content, *, is_local: bool) -> tu
 
 
 def _opened(filesystem: Any, path: str, mode: str) -> Any:
-    """Open a file, on this machine with Python itself, as only then it can be flushed to the disk."""
+    """Open a file; on this machine with Python's own `open`, so that it can be flushed to disk."""
     if filesystem.type_name == "local":
         return open(path, mode, buffering=0)
     return filesystem.open_output_stream(path) if mode == "wb" else filesystem.open_input_stream(path)

@@ -1,6 +1,6 @@
 """Machines with GPUs in the clouds: hardware of a node, and its name in each system.
 
-Sizes and names are from the providers' pages, from memory; nothing was rented.
+Sizes and names follow the providers' pages, recalled from memory; no machine was rented to check them.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from scaleray.errors import UsageError
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """One type of node. gpu: name in the planner's catalogue. product: name in NVIDIA's feature discovery on
-    Kubernetes. aws, gcp: instance type, None if the cloud has none. sky: accelerator of SkyPilot."""
+    Kubernetes. aws, gcp: instance type, None if the cloud has none. sky: SkyPilot's name of the accelerator."""
 
     gpu: str
     gpus: int

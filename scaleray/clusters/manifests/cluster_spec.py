@@ -1,4 +1,4 @@
-"""User's requirements for a cluster, and the derived values for every file."""
+"""The user's requirements for a cluster, and the values derived from them for all files."""
 
 import re
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from scaleray.clusters.manifests.file_versions import as_numbers
 from scaleray.errors import UsageError
 
 LEFT_TO_THE_SYSTEM = 0.9
-"""Share of a node's CPUs and memory requested by a pod: the rest is for kubelet and drivers."""
+"""Share of a node's CPUs and memory that a pod requests; the rest is for kubelet and drivers."""
 NEEDS_KUBERAY = {
     "spec.authOptions": "1.5.1",
     "spec.rayClusterSpec.authOptions": "1.5.1",
@@ -21,7 +21,7 @@ NEEDS_KUBERAY = {
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """A cluster as specified by the user. gpus: GPUs per node and their type. image, cpu_image: names that the nodes
+    """A cluster as the user specifies it. gpus: GPUs per node and their type. image, cpu_image: names that the nodes
     can pull. kuberay: release of the installed operator."""
 
     gpus: str = "8xh100"
@@ -41,12 +41,12 @@ class ClusterSpec:
                     name,
                     image,
                     "it must name a tag other than latest, or a digest",
-                    f"such as REGISTRY/{file_versions.IMAGE}: with latest, two nodes may run different images",
+                    f"for example REGISTRY/{file_versions.IMAGE}; with latest, two nodes may run different images",
                 )
         check_kuberay(self.kuberay)
 
     def names(self) -> dict[str, Any]:
-        """Values for templates, by name."""
+        """Values for the templates, by name."""
         machine = self.machine
         return {
             "v": file_versions,
@@ -64,7 +64,7 @@ class ClusterSpec:
 
 
 def has_fixed_tag(image: str) -> bool:
-    """Whether an image is specified by digest, or by a tag that does not move."""
+    """Whether an image is specified by digest or by a tag other than latest."""
     if "@" in image:
         return bool(re.search(r".@sha256:[0-9a-f]{64}$", image))
     _, colon, tag = image.rpartition("/")[2].partition(":")
@@ -82,6 +82,6 @@ def check_kuberay(version: str) -> None:
             "--kuberay",
             version,
             "it does not support " + ", ".join(f"{name} (since {since})" for name, since in newer.items()),
-            f"upgrade the operator to {oldest} or newer; without authOptions anyone who can reach a pod can run "
+            f"upgrade the operator to {oldest} or newer; without authOptions, anyone who can reach a pod can run "
             "code in it",
         )

@@ -1,4 +1,4 @@
-"""All files of `cluster/` as text, from the templates in this folder and the table of versions."""
+"""All files of `cluster/` as text, made from the templates in this folder and the table of versions."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def write_cluster_files(
 
     kind: type of cluster, such as kubernetes, or all. gpus: GPUs per node and their type. nodes: number of nodes.
     image, cpu_image: names that the nodes can pull, with a tag other than latest. kuberay: release of the installed
-    operator. check: write nothing, and return a sentence for each file that would change. overwrite: replace files that
-    differ. Raises UsageError and StorageError.
+    operator. check: only return a sentence for each file that would change, without writing. overwrite: replace files
+    that differ. Raises UsageError and StorageError.
     """
     wanted = ClusterSpec(gpus=gpus, nodes=nodes, image=image, cpu_image=cpu_image, kuberay=kuberay)
     texts = files(wanted, None if kind == "all" else [kind])
@@ -54,7 +54,7 @@ def write_cluster_files(
 
 
 def files(wanted: ClusterSpec, kinds: list[str] | None = None) -> dict[str, str]:
-    """Return the texts by path below `cluster/`, for some types or all. Raises UsageError."""
+    """Return the texts by path below `cluster/`, for some or all types. Raises UsageError."""
     for kind in kinds or ():
         if kind not in KINDS:
             raise UsageError("--kind", kind, f"it must be one of {', '.join(KINDS)}")
@@ -91,7 +91,7 @@ def differing(folder: Path, texts: dict[str, str]) -> list[str]:
 
 
 def write(folder: Path, texts: dict[str, str], *, overwrite: bool = False) -> list[Path]:
-    """Write the files that are missing or, with `overwrite`, differ; return these.
+    """Write files that are missing or, with `overwrite`, differ; return their paths.
 
     Raises UsageError, StorageError.
     """
@@ -115,7 +115,7 @@ def write(folder: Path, texts: dict[str, str], *, overwrite: bool = False) -> li
 
 
 def _environment(root: Path) -> jinja2.Environment:
-    """Jinja environment with its own delimiters, as braces and percent signs have a meaning in shell scripts and
+    """Jinja environment with its own delimiters, since braces and percent signs have a meaning in shell scripts and
     YAML."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(root),

@@ -1,1 +1,1 @@
-"""Checks of a cluster before training on it: pure evaluation of measurements."""
+"""Checks of a cluster before training on it, as pure functions of measurements."""

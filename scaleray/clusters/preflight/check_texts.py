@@ -5,14 +5,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from scaleray.records.doctor_record import PreflightCheck
 
 FAILED = "it failed: "
-"""Prefix of the reason if a measurement was attempted."""
+"""Prefix of the reason if a measurement was attempted and failed."""
 
 
 def unmeasured(name: str, why: str, *, allowed: str = "") -> PreflightCheck:
-    """Return the check, as doubtful if a measurement failed: a very slow component may be the cause."""
+    """Return the check of a missing measurement: doubtful if it failed, since a slow component may be the cause."""
     if not why.startswith(FAILED):
         return PreflightCheck(name=name, verdict="not applicable", found=why, allowed=allowed)
-    remedy = "repeat it without other programs running; if it fails again, check the named node and its link"
+    remedy = "repeat it while no other programs run; if it fails again, check the named node and its link"
     return PreflightCheck(name=name, verdict="yellow", found=why, allowed=allowed, remedy=remedy)
 
 
@@ -26,7 +26,7 @@ def node_list(names: Sequence[str]) -> str:
 
 
 def by_value(values: Mapping[str, str]) -> str:
-    """Values with their nodes, most frequent first: `2.13.0 on 7 nodes, 2.12.1 on 10.0.0.9`."""
+    """Values with their nodes, most frequent first, such as `2.13.0 on 7 nodes, 2.12.1 on 10.0.0.9`."""
     groups: dict[str, list[str]] = {}
     for node, value in values.items():
         groups.setdefault(value, []).append(node)
@@ -46,5 +46,5 @@ def minority(values: Mapping[str, str]) -> list[str]:
 
 
 def together(parts: Iterable[str]) -> str:
-    """The non-empty parts as one text."""
+    """Join the non-empty parts into one text."""
     return "; ".join(part for part in parts if part)

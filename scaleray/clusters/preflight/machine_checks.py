@@ -1,4 +1,4 @@
-"""Checks of each node's resources: GPUs present and idle, system limits, shared memory, disk space."""
+"""Check each node's resources: visible and idle GPUs, system limits, shared memory, disk space."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -22,21 +22,21 @@ def machine_checks(measured: Measured) -> list[PreflightCheck]:
             nodes,
             _open_files,
             f"at least {check_limits.OPEN_FILES_YELLOW}",
-            "ulimit -n 65536 before Ray starts there, LimitNOFILE= of its service, or nofile in limits.conf",
+            "run ulimit -n 65536 before Ray starts there, or set LimitNOFILE= of its service or nofile in limits.conf",
         ),
         _check(
             "processes",
             nodes,
             _processes,
-            f"at least {check_limits.PROCESSES_YELLOW}, as threads count",
-            "ulimit -u unlimited before Ray starts there; in a container, a larger limit of pids",
+            f"at least {check_limits.PROCESSES_YELLOW}, since threads count",
+            "run ulimit -u unlimited before Ray starts there; in a container, raise the limit of pids",
         ),
         _check(
             "locked memory",
             nodes,
             _locked_memory,
             "unlimited with InfiniBand or RoCE",
-            "ulimit -l unlimited before Ray starts there (--ulimit memlock=-1 in Docker), otherwise NCCL falls back "
+            "run ulimit -l unlimited before Ray starts there (--ulimit memlock=-1 in Docker); else NCCL falls back "
             "or fails",
         ),
         _check(
@@ -44,14 +44,14 @@ def machine_checks(measured: Measured) -> list[PreflightCheck]:
             nodes,
             _shm,
             f"at least {disk_space(check_limits.SHM_YELLOW)}, and the object store's size",
-            "--shm-size in Docker, an emptyDir with medium: Memory in Kubernetes; Ray falls back to a disk otherwise",
+            "set --shm-size in Docker, or an emptyDir with medium: Memory in Kubernetes; otherwise Ray uses a disk",
         ),
         _check(
             "object store",
             nodes,
             _object_store,
             f"at least {disk_space(check_limits.OBJECT_STORE_YELLOW)}",
-            "ray start --object-store-memory; Ray takes 30 % of the memory by default",
+            "set ray start --object-store-memory; Ray takes 30 % of the memory by default",
         ),
         _check(
             "free disk",
@@ -64,7 +64,7 @@ def machine_checks(measured: Measured) -> list[PreflightCheck]:
 
 
 def _gpus_there(nodes: Sequence[NodeSeen]) -> PreflightCheck:
-    name, allowed = "GPUs visible", "the same number for driver, torch and Ray, alike on all nodes with GPUs"
+    name, allowed = "GPUs visible", "driver, torch and Ray show the same number, equal on all nodes with GPUs"
     with_gpus = [node for node in nodes if node.gpus or node.ray_gpus]
     if not with_gpus:
         return PreflightCheck(name=name, verdict="not applicable", found="no node has GPUs", allowed=allowed)
@@ -80,7 +80,7 @@ def _gpus_there(nodes: Sequence[NodeSeen]) -> PreflightCheck:
         remedy = "check CUDA_VISIBLE_DEVICES, torch's build (torch.version.cuda), and ray start --num-gpus there"
         return PreflightCheck(name=name, verdict="red", found=node_list(unlike), allowed=allowed, remedy=remedy)
     if len(set(kinds.values())) > 1:
-        remedy = "choose nodes of one type with scale.label_selector: a step takes as long as on the slowest GPU"
+        remedy = "choose nodes of one type with scale.label_selector, since a step takes as long as on the slowest GPU"
         return PreflightCheck(name=name, verdict="yellow", found=by_value(kinds), allowed=allowed, remedy=remedy)
     found = f"{next(iter(kinds.values()))} on {len(with_gpus)} node{'s' if len(with_gpus) != 1 else ''}"
     return PreflightCheck(name=name, verdict="green", found=found, allowed=allowed)
@@ -112,7 +112,7 @@ def is_idle(gpu: GpuSeen) -> bool:
 
 
 def _in_use(gpu: GpuSeen) -> Judged:
-    """Severity of a GPU's use, and a description; no text if it is idle."""
+    """Severity and description of a GPU's use; the description is empty if it is idle."""
     used, whole = gpu.used_bytes or 0, gpu.memory_bytes or 0
     words, verdict = [], "yellow"
     if gpu.processes:
@@ -131,7 +131,7 @@ def _in_use(gpu: GpuSeen) -> Judged:
 def _check(
     name: str, nodes: Sequence[NodeSeen], evaluate: Callable[[NodeSeen], Judged | None], allowed: str, remedy: str
 ) -> PreflightCheck:
-    """Check each node separately: the worst verdict, with the nodes that have it."""
+    """Check each node, and report the worst verdict with the nodes that have it."""
     judged = [(node, found) for node in nodes if (found := evaluate(node)) is not None]
     if not judged:
         return PreflightCheck(name=name, verdict="not applicable", found="nothing to check", allowed=allowed)
@@ -209,4 +209,4 @@ def _disks(node: NodeSeen) -> Judged | None:
     if worst != "green":
         return worst, together(words)
     least = min(node.disks, key=lambda disk: disk.free_bytes)
-    return worst, f"{least.free_bytes / GIB:.0f} GiB free or more"
+    return worst, f"at least {least.free_bytes / GIB:.0f} GiB free"

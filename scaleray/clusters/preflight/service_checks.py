@@ -1,4 +1,4 @@
-"""Checks of services that nodes share: the storage of runs, MLflow, and connections between nodes."""
+"""Check what nodes share: the storage of runs, MLflow, and the network between nodes."""
 
 from scaleray.clusters.preflight import check_limits
 from scaleray.clusters.preflight.check_texts import node_list, together, unmeasured
@@ -18,7 +18,7 @@ def check_ports(measured: Measured) -> PreflightCheck:
         return PreflightCheck(name=name, verdict="red", found=pairs, allowed=allowed, remedy=remedy)
     if few := [node for node in nodes if node.port_range is not None and node.port_range < check_limits.PORTS_YELLOW]:
         found = node_list([f"{node.name} has {node.port_range}" for node in few])
-        remedy = "sysctl -w net.ipv4.ip_local_port_range='32768 60999' there"
+        remedy = "run sysctl -w net.ipv4.ip_local_port_range='32768 60999' there"
         return PreflightCheck(name=name, verdict="yellow", found=found, allowed=allowed, remedy=remedy)
     if why := measured.not_measured.get("ports", ""):
         return unmeasured(name, why, allowed=allowed)
@@ -27,9 +27,9 @@ def check_ports(measured: Measured) -> PreflightCheck:
 
 
 def check_storage(measured: Measured) -> PreflightCheck:
-    """Check whether every node can write to the storage and sees the others' files, and the rate."""
+    """Check whether every node can write to the storage and sees the other nodes' files, and how fast it writes."""
     name = "shared storage"
-    allowed = f"written and seen by all, {_rate(check_limits.STORAGE_YELLOW_BYTES_PER_S)} each"
+    allowed = f"writable and shared by all, {_rate(check_limits.STORAGE_YELLOW_BYTES_PER_S)} each"
     if not measured.storage:
         return unmeasured(name, measured.not_measured.get("storage", "nothing was tried"), allowed=allowed)
     if failed := [one for one in measured.storage if one.error]:
@@ -51,8 +51,8 @@ def check_storage(measured: Measured) -> PreflightCheck:
     slowest = min(rates, default=None)
     found = together(
         [
-            f"written with at least {_rate(slowest)}" if slowest is not None else "",
-            f"read with {_rate(min(reads))}" if reads else "",
+            f"written at {_rate(slowest)} or more" if slowest is not None else "",
+            f"read at {_rate(min(reads))} or more" if reads else "",
         ]
     )
     verdict: Verdict = "green"
@@ -65,8 +65,7 @@ def check_storage(measured: Measured) -> PreflightCheck:
 
 
 def check_mlflow(measured: Measured) -> PreflightCheck:
-    """Check whether MLflow answers the driver, which records runs, and the nodes, any of which may be a job's
-    driver."""
+    """Check whether MLflow answers the driver, which records runs, and all nodes, since any may run a job's driver."""
     allowed = "it answers the driver and every node"
     if measured.tracking_error:
         remedy = "start it, correct tracking.uri, or omit the key for an SQLite file on the driver's machine"
@@ -75,7 +74,7 @@ def check_mlflow(measured: Measured) -> PreflightCheck:
         )
     if away := [node for node in measured.nodes if node.mlflow_error]:
         found = node_list([f"{node.name}: {node.mlflow_error}" for node in away])
-        remedy = "open access to it from there: a submitted job may have its driver on that node"
+        remedy = "open access to it from there: the driver of a submitted job may run on that node"
         return PreflightCheck(name="MLflow", verdict="yellow", found=found, allowed=allowed, remedy=remedy)
     asked = sum(node.mlflow_error is not None for node in measured.nodes)
     where = f"; {asked} nodes reach it" if asked > 1 else "; a file, written only by the driver" if not asked else ""

@@ -1,4 +1,4 @@
-"""Checks of the speed of GPUs and links, compared with others of their type and with the planner's catalogue."""
+"""Check the speed of GPUs and links against others of their type and against the planner's catalogue."""
 
 import statistics
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from scaleray.records.doctor_record import AllReduceTime, DeviceRate, LinkRate, 
 from scaleray.records.text.units import seconds
 
 PROCESSOR = "cpu"
-"""Kind of a `DeviceRate` of processors, whose rates in the catalogue are only orders of magnitude."""
+"""Kind of a CPU's `DeviceRate`; for CPUs the catalogue has only orders of magnitude."""
 
 
 def check_rates(measured: Measured) -> PreflightCheck:
-    """Check the rate of matrix products of every GPU, compared with the others and with the catalogue."""
+    """Check every GPU's rate of matrix products against the other GPUs and the catalogue."""
     name = "matrix products"
     if not measured.rates:
         return unmeasured(name, measured.not_measured.get("rates", "nothing was measured"))
@@ -34,7 +34,7 @@ def check_rates(measured: Measured) -> PreflightCheck:
     # the upper of the two middle values: with two GPUs, the slower one is compared with the faster one
     usual = statistics.median_high(rate.flops_per_s for rate in measured.rates)
     slow = sorted((r for r in measured.rates if r.flops_per_s < yellow * usual), key=lambda r: r.flops_per_s)
-    found = f"{_flops(usual)} ({measured.rates[0].precision}) in the median of {len(measured.rates)}"
+    found = f"{_flops(usual)} ({measured.rates[0].precision}), the median of {len(measured.rates)}"
     verdicts: list[Verdict] = []
     if slow:
         verdicts.append("red" if slow[0].flops_per_s < red * usual else "yellow")
@@ -55,8 +55,7 @@ def check_rates(measured: Measured) -> PreflightCheck:
 
 
 def _share_of_catalogue(rates: Sequence[DeviceRate]) -> float | None:
-    """Median ratio of a GPU's measured rate to its type's rate in the catalogue; None if the catalogue has none of the
-    types."""
+    """Median ratio of measured rates to those in the catalogue; None if it has none of these GPUs."""
     shares = []
     for rate in rates:
         try:
@@ -69,7 +68,7 @@ def _share_of_catalogue(rates: Sequence[DeviceRate]) -> float | None:
 
 
 def all_reduce_checks(measured: Measured) -> list[PreflightCheck]:
-    """Checks of all-reduces inside nodes and between them, compared with the planner's catalogue."""
+    """Check all-reduces inside and between nodes against the planner's catalogue."""
     inside = [one for one in measured.all_reduces if one.nodes == 1]
     between = [one for one in measured.all_reduces if one.nodes > 1]
     return [
@@ -90,7 +89,7 @@ def _all_reduces(name: str, times: Sequence[AllReduceTime], measured: Measured, 
     found += f", at least {seconds(min(one.seconds for one in times))}"
     expected = expected_s(worst, measured)
     if expected is None:
-        note = "nothing to compare with: give the network, as --network 100G" if worst.nodes > 1 else ""
+        note = "not compared: specify the network, such as --network 100G" if worst.nodes > 1 else ""
         return PreflightCheck(name=name, verdict="green", found=together([found, note]), allowed=allowed)
     share = expected / worst.seconds
     verdict: Verdict = (
@@ -101,9 +100,9 @@ def _all_reduces(name: str, times: Sequence[AllReduceTime], measured: Measured, 
     remedy = ""
     if verdict != "green":
         remedy = (
-            "NCCL_DEBUG=INFO shows the network in use (NET/IB or NET/Socket): NCCL_SOCKET_IFNAME, NCCL_IB_HCA"
+            "NCCL_DEBUG=INFO shows the network in use (NET/IB or NET/Socket); NCCL_SOCKET_IFNAME or NCCL_IB_HCA sets it"
             if worst.nodes > 1
-            else "nvidia-smi topo -m and nvlink -s: check whether GPUs lost NVLink or peer access"
+            else "check for lost NVLink or peer access: nvidia-smi topo -m, nvidia-smi nvlink -s"
         )
     return PreflightCheck(name=name, verdict=verdict, found=found, allowed=allowed, remedy=remedy)
 
@@ -120,8 +119,8 @@ def expected_s(time: AllReduceTime, measured: Measured) -> float | None:
 
 
 def cluster_of(measured: Measured) -> Cluster | None:
-    """The nodes in the planner's terms; None for unknown or different GPUs, and without GPUs if the network is not
-    given: for processors its catalogue has only an order of magnitude."""
+    """The nodes as a cluster of the planner; None for unknown or different GPUs, and for nodes without GPUs unless the
+    network is given, since the catalogue has only orders of magnitude for CPUs."""
     with_gpus = [node for node in measured.nodes if node.gpus]
     if not with_gpus and measured.network:
         core = CATALOGUE.find_gpu("cpu")
@@ -156,7 +155,7 @@ def cluster_of(measured: Measured) -> Cluster | None:
 
 
 def link_checks(measured: Measured) -> list[PreflightCheck]:
-    """Checks of the tournament's pairs, inside nodes and between nodes, each compared with others of its type."""
+    """Check the tournament's pairs inside and between nodes, each against others of its type."""
     inside = [pair for pair in measured.links.pairs if not pair.is_between_nodes]
     between = [pair for pair in measured.links.pairs if pair.is_between_nodes]
     checks = [_links("links between nodes", between, measured)]
@@ -178,10 +177,10 @@ def _links(name: str, pairs: Sequence[LinkRate], measured: Measured) -> Prefligh
     count = len(pairs)
     found = f"{_rate(slow.usual)} typical, {count} links" if count > 1 else f"{_rate(slow.usual)}, one link"
     played, of = measured.links.rounds, measured.links.all_rounds
-    found += f" ({played} of {of} rounds: out of time)" if played < of else ""
+    found += f" ({played} of {of} rounds, for lack of time)" if played < of else ""
     if slow.ends or slow.links:
-        named = [f"{end} with all others" for end in slow.ends]
-        named += [f"{pair.name} with {_rate(pair.bytes_per_s)}" for pair in slow.links]
+        named = [f"{end} to all others" for end in slow.ends]
+        named += [f"{pair.name} at {_rate(pair.bytes_per_s)}" for pair in slow.links]
         verdict: Verdict = "red" if slow.share < red else "yellow"
         remedy = (
             f"check cable, adapter and switch port of {node_list([*slow.ends, *(p.name for p in slow.links)])} "

@@ -1,5 +1,5 @@
-"""Order in which all pairs are measured, with no end in two pairs at once, and detection of slow links. A tournament of
-n ends takes n - 1 rounds (n if n is odd), by the circle method: one end is fixed, the others rotate."""
+"""Schedule that measures all pairs of ends, with no end in two pairs at once, and detection of slow links. A tournament
+of n ends takes n - 1 rounds (n if n is odd) by the circle method, which fixes one end and rotates the others."""
 
 import statistics
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from scaleray.records.doctor_record import LinkRate
 
 NUM_LINKS_OF_THREE = 3
 SLOW_SHARE_OF_PAIRS = 0.75
-"""Share of slow pairs above which an end itself counts as slow instead of its links: its adapter, cable or machine is
-the common cause."""
+"""Share of an end's pairs that must be slow for the end itself to count as slow instead of its links; its adapter,
+cable or machine is then the common cause."""
 
 
 def rounds_of(num_ends: int) -> list[list[tuple[int, int]]]:
-    """Rounds of a tournament: each has disjoint pairs of the numbers below `num_ends`, the smaller one first."""
+    """Rounds of a tournament, each with disjoint pairs of numbers below `num_ends`, the smaller number first."""
     if num_ends < 2:
         return []
     ends: list[int | None] = [*range(num_ends), *([None] if num_ends % 2 else [])]
@@ -27,7 +27,7 @@ def rounds_of(num_ends: int) -> list[list[tuple[int, int]]]:
 
 
 def partner_of(end: int, pairs: Sequence[tuple[int, int]]) -> int | None:
-    """Partner of an end in a round; None if it has none."""
+    """Partner of an end in a round; None if it pauses."""
     for one, other in pairs:
         if end in (one, other):
             return other if end == one else one
@@ -36,8 +36,8 @@ def partner_of(end: int, pairs: Sequence[tuple[int, int]]) -> int | None:
 
 @dataclass(frozen=True)
 class Slow:
-    """Ends and links that are slower than the others: ends that are slow with nearly all partners, and links between
-    other ends. usual: typical bytes per second of a link. share: that of the slowest one, relative to `usual`."""
+    """Ends that are slow with nearly all partners, and slow links between other ends. usual: typical bytes per second
+    of a link. share: rate of the slowest link relative to `usual`."""
 
     ends: list[str]
     links: list[LinkRate]
@@ -46,8 +46,8 @@ class Slow:
 
 
 def slow_links(pairs: Sequence[LinkRate], *, below: float) -> Slow:
-    """Find links below a share of the typical one, and a common end that is their cause. Typical is the median, or the
-    fastest of three links, as two of them share a slow end. A single link between two ends cannot be compared."""
+    """Find links slower than a share of the typical rate, and ends that are their common cause. The typical rate is the
+    median, or the fastest of three links, since a slow end affects two of them. A single link cannot be compared."""
     if not pairs:
         return Slow([], [], 0.0, 1.0)
     # the upper of the two middle values: if half of the links are slow, they are not the typical ones
@@ -61,7 +61,7 @@ def slow_links(pairs: Sequence[LinkRate], *, below: float) -> Slow:
 
 
 def _slow_ends(pairs: Sequence[LinkRate], slow: Sequence[LinkRate]) -> list[str]:
-    """Ends with mostly slow pairs, worst first; pairs explained by one of them do not count for others."""
+    """Ends with mostly slow pairs, worst first; pairs that one of them explains do not count for others."""
     found: list[str] = []
     while True:
         left, all_left = ([p for p in some if not {p.one, p.other} & {*found}] for some in (slow, pairs))

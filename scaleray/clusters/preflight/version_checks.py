@@ -1,7 +1,7 @@
-"""Checks of whether all nodes have the same Python, packages and drivers as the driver of a training.
+"""Check whether all nodes have the same Python, packages and drivers.
 
-Ray pickles between processes and rejects another version of itself; torch's ranks must agree on their messages. Other
-differences are only reported."""
+Ray pickles between processes and rejects other versions of itself, and torch's ranks must agree on their messages.
+Other differences are only reported."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,13 +9,13 @@ from scaleray.clusters.preflight.check_texts import by_value, minority, node_lis
 from scaleray.records.doctor_record import Measured, NodeSeen, PreflightCheck
 
 MUST_BE_EQUAL = ("scaleray", "ray", "torch")
-"""Packages whose difference makes a run fail or changes the training."""
+"""Packages whose version, if it differs between nodes, makes a run fail or changes the training."""
 WATCHED = (
     *MUST_BE_EQUAL, "numpy", "pyarrow", "pydantic", "mlflow", "mlflow-skinny", "safetensors", "lightning",
     "transformers", "peft", "tokenizers", "torchvision", "timm", "torchmetrics", "datasets", "accelerate", "triton",
     "nvidia-nccl-cu12", "nvidia-cudnn-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu13",
 )  # fmt: skip
-"""Packages to compare: those of scaleray and its extras, and torch's GPU packages."""
+"""Packages to compare: requirements of scaleray and its extras, and torch's GPU packages."""
 
 
 def check_nodes(measured: Measured) -> PreflightCheck:
@@ -32,7 +32,7 @@ def check_nodes(measured: Measured) -> PreflightCheck:
         )
     machines = len({node.machine or node.name for node in measured.nodes})
     found = f"{count} node{'s' if count != 1 else ''} answer{'' if count != 1 else 's'}"
-    found += f", of {machines} machine{'s' if machines != 1 else ''}" if machines < count else ""
+    found += f", on {machines} machine{'s' if machines != 1 else ''}" if machines < count else ""
     return PreflightCheck(name="nodes", verdict="green", found=found, allowed="every node answers and has scaleray")
 
 

@@ -1,1 +1,1 @@
-"""Jobs on a remote cluster: upload, compatibility and result."""
+"""Jobs on remote clusters: check compatibility, upload code, and follow the job to its result."""

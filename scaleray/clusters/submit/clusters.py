@@ -1,4 +1,4 @@
-"""User-defined names of clusters: a file in the user's settings folder, with one line or section per cluster."""
+"""Clusters that the user has named in a file of the settings folder, with one line or section per cluster."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ class _Cluster(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = ""
-    """Its name in the file; empty for a bare address."""
+    """Name of the cluster in the file; empty for a bare address."""
 
 
 class RayCluster(_Cluster):
@@ -39,34 +39,34 @@ class KubernetesCluster(_Cluster):
     """Context of kubectl; by default its current one."""
     namespace: Text = "scaleray"
     manifest: str | None = None
-    """File or folder for kustomize with one RayJob; by default generated from image, gpus and nodes."""
+    """File, or folder for kustomize, with one RayJob; by default generated from image, gpus and nodes."""
     image: str | None = None
     gpus: str | None = None
     """GPUs per node and their type, such as 8xh100; by default nodes without GPUs."""
     nodes: Annotated[int, Field(ge=1)] = 2
     kuberay: str | None = None
-    """Release of the operator; by default it is queried, or assumed to be the tested one if that is not permitted."""
+    """Release of the operator; by default it is queried or, if that is not permitted, assumed to be the tested one."""
     secret: Text = "scaleray-env"
-    """Secret that contains the keys given by `--secret-env`."""
+    """Secret that contains the keys given with `--secret-env`."""
     queue: str | None = None
-    """Local queue of Kueue."""
+    """Kueue's local queue."""
 
     @property
     def tested_kuberay(self) -> str:
-        """The release for which manifests are checked if it is unknown."""
+        """Operator release against which manifests are checked: the configured one, or else the tested one."""
         return self.kuberay or KUBERAY
 
 
 class SlurmCluster(_Cluster):
-    """A Slurm cluster whose commands run here, or on a login node reached by ssh."""
+    """A Slurm cluster whose commands run here or, over ssh, on a login node."""
 
     kind: Literal["slurm"]
     folder: Text
-    """Folder visible to all nodes: each job gets a subfolder."""
+    """Folder visible to all nodes, in which each job gets a subfolder."""
     ssh: str | None = None
-    """Host of sbatch for ssh; by default this machine."""
+    """Host on which to run sbatch over ssh; by default this machine."""
     environment: str | None = None
-    """Virtual environment with scaleray, as a path on the nodes; by default the one found by the batch script."""
+    """Virtual environment with scaleray, as a path on the nodes; by default the batch script finds one."""
     options: tuple[str, ...] = ()
     """Options of sbatch, such as --partition=gpu."""
     gpus: str = "8xh100"
@@ -84,7 +84,7 @@ def clusters_file() -> Path:
 
 
 def cluster_of(to: str | None) -> Cluster:
-    """Return the cluster for a name, an address or Ray's variables. Raises ConfigError."""
+    """Return the cluster for a name, an address or Ray's environment variables. Raises ConfigError."""
     if to is None:
         given = next((os.environ[name] for name in DASHBOARD_VARIABLES if _is_url(os.environ.get(name, ""))), None)
         if given is None:
@@ -113,7 +113,7 @@ def _is_url(text: str) -> bool:
 
 
 def _named() -> dict[str, tuple[Any, int]]:
-    """The sections of the user's file, each with its line."""
+    """Sections of the user's file, each with its line."""
     path = clusters_file()
     try:
         values, lines = load_yaml_with_lines(path.read_text())
@@ -137,7 +137,7 @@ def is_named(url: str) -> bool:
 
 
 def _read(name: str, given: Any, line: int) -> Cluster:
-    """Parse a section of the file. Raises ConfigError for an invalid key."""
+    """Parse a section of the file. Raises ConfigError if it is invalid."""
     where = f"{clusters_file()}:{line} {name}"
     if isinstance(given, str) and _is_url(given):
         return RayCluster(name=name, url=given.rstrip("/"))

@@ -1,4 +1,4 @@
-"""Job submission through a cluster's dashboard: Ray's own client, preceded by a check that cannot hang."""
+"""Submit jobs through a cluster's dashboard with Ray's own client, after a check that cannot hang."""
 
 import asyncio
 import contextlib
@@ -22,12 +22,12 @@ from scaleray.launch.cluster.token import headers, is_given
 
 ANSWER_S = 10.0
 REQUEST_S = 120.0
-"""Timeout in seconds of a request of Ray's client: starting a job takes a loaded head longest."""
+"""Timeout in seconds for a request of Ray's client; on a loaded head, starting a job takes longest."""
 SILENCE_S = 60.0
-"""Seconds without output of a job before reconnecting: a connection dropped in transit, for example while a laptop
-sleeps, reports no error."""
+"""Seconds without output of a job before reconnecting, since a connection that is dropped in transit, for example while
+a laptop sleeps, reports no error."""
 PROBE_S = 120.0
-"""Timeout in seconds for a cluster's versions: it starts a process to report them."""
+"""Timeout in seconds for a cluster's versions, which a new process on it reports."""
 PROBE_NAME = "scaleray-probe-"
 
 
@@ -40,7 +40,7 @@ class Jobs:
         self.ray_version, self.python_version = _check(url)
         self._probes: list[str] = []
         self._written: dict[str, int] = {}
-        """Characters of each log that `follow` has written."""
+        """Number of characters of each log that `follow` has written."""
         self._client = self._asked(lambda: _client_of(url))
 
     def versions(self) -> Versions:
@@ -65,7 +65,7 @@ class Jobs:
             self.forget_probes()
 
     def forget_probes(self) -> None:
-        """Delete the probe job. Called again later: Ray's job monitor may record its end again after the deletion."""
+        """Delete probe jobs. Call it again later, since Ray's job monitor may record their end after the deletion."""
         for name in self._probes:
             with contextlib.suppress(ClusterError):
                 self._asked(functools.partial(self._client.delete_job, name))
@@ -102,7 +102,7 @@ class Jobs:
 
     def follow(self, name: str, write: Callable[[str], None], say: Callable[[str], None]) -> JobNow:
         """Write a job's output until it ends. Lost connections are retried, and nothing is written twice. say: receives
-        messages on that."""
+        messages about them."""
         lost_at = None
         while True:
             try:
@@ -161,7 +161,7 @@ def _client_of(url: str) -> Any:
     from ray.job_submission import JobSubmissionClient
 
     class Client(JobSubmissionClient):
-        """Ray's client would wait forever for a hanging head, and would send the token to every address."""
+        """Ray's client with a timeout, and with the token only for addresses to which it may be sent."""
 
         def _do_request(self, method: str, endpoint: str, **named: Any) -> Any:
             self._headers = _headers(url)
@@ -187,15 +187,15 @@ def _job_now(job: Any) -> JobNow:
 
 
 def _is_lost(exc: Exception) -> bool:
-    """Whether an error comes from a connection, after which the job may continue."""
+    """Whether an error is one of the connection, after which the job may continue."""
     return isinstance(exc, OSError) or "WebSocket" in str(exc) or type(exc).__module__.startswith("aiohttp")
 
 
 def _check(url: str) -> tuple[str, str]:
-    """Return the versions of Ray and Python from a dashboard; the latter may be empty. Raises ClusterError."""
+    """Return a dashboard's versions of Ray and Python, the latter possibly empty. Raises ClusterError."""
     version = str(_get(url, "/api/version").get("ray_version", ""))
     if not version:
-        raise ClusterError.problem("--to", f"{url} is not a Ray dashboard", "check host and port; 8265 is usual")
+        raise ClusterError.problem("--to", f"{url} is not a Ray dashboard", "check host and port, usually 8265")
     with contextlib.suppress(ClusterError):
         about = _get(url, "/api/v0/cluster_metadata").get("data") or {}
         return version, str(about.get("pythonVersion", ""))
@@ -203,8 +203,8 @@ def _check(url: str) -> tuple[str, str]:
 
 
 def _headers(url: str) -> dict[str, str]:
-    """Header with the token, if it may be sent to this address. The user's own token goes only to this machine and to
-    clusters in the user's file; one from the environment is sent to any cluster."""
+    """Headers with the token, if it may be sent to this address. The user's own token is sent only to this machine and
+    to clusters in the user's file; one from the environment is sent to any cluster."""
     is_here = urllib.parse.urlsplit(url).hostname in loopback.NAMES
     return headers() if is_here or is_given() or is_named(url) else {}
 
@@ -227,7 +227,7 @@ def _get(url: str, path: str) -> dict[str, Any]:
         if exc.status == 404:
             return {}
         if 300 <= exc.status < 400:
-            hint = "give the final address"
+            hint = "give the address to which it redirects"
             raise ClusterError.problem("--to", f"{url} redirects ({exc.status})", hint) from exc
         raise ClusterError.problem(
             "--to", f"{url} responded with {exc.status} {exc.cause.reason}", "check the head's logs"
@@ -238,7 +238,7 @@ def _get(url: str, path: str) -> dict[str, Any]:
 
 def _refused(url: str) -> ClusterError:
     has_token = bool(_headers(url))
-    withheld = f" (yours is sent once {clusters_file()} contains its address)" if headers() and not has_token else ""
+    withheld = f" (yours is sent once {clusters_file()} has this address)" if headers() and not has_token else ""
     return ClusterError.problem(
         "The cluster",
         f"at {url} " + ("rejected the token" if has_token else "requires a token"),

@@ -1,4 +1,4 @@
-"""RayJobs on Kubernetes, through kubectl: creating, following, listing and stopping them."""
+"""Create, follow, list and stop RayJobs on Kubernetes through kubectl."""
 
 import calendar
 import contextlib
@@ -40,13 +40,13 @@ class KubernetesJobs:
         self.cluster = cluster
         self.place = cluster.name
         self._written: dict[str, int] = {}
-        """Characters of each pod's log that `follow` has written."""
+        """Number of characters of each pod's log that `follow` has written."""
         self._deleted: set[str] = set()
-        """Jobs that were stopped before they had started."""
+        """Jobs that were stopped before their start."""
 
     def check_room(self, objects: Objects, secret_names: Sequence[str] = ()) -> str | None:
         """Check that the cluster answers, supports RayJobs and has the objects that pods need; return its operator's
-        release, if readable."""
+        release, or None if it is not readable."""
         self._kubectl("get", "rayjobs.ray.io", "-o", "name")
         kinds = "serviceaccounts,persistentvolumeclaims,networkpolicies"
         there = self._kubectl("get", kinds, "-o", "name").split()
@@ -63,7 +63,7 @@ class KubernetesJobs:
         return self.cluster.kuberay or self._operator()
 
     def create(self, objects: Objects) -> None:
-        """Create the objects of a submission. The code is removed with its job."""
+        """Create the objects of a submission. Kubernetes removes the code with its job."""
         if objects.others:
             self._kubectl("apply", "-f", "-", given=yaml.safe_dump_all(objects.others))
         made = json.loads(self._kubectl("create", "-o", "json", "-f", "-", given=yaml.safe_dump(objects.job)))
@@ -99,7 +99,7 @@ class KubernetesJobs:
         return "" if pod is None else self._kubectl("logs", pod)
 
     def stop(self, name: str) -> None:
-        """Stop a job: a training through Ray, so that it saves first; a job that has not started is deleted."""
+        """Stop a job through Ray, so that a training saves first; delete a job that has not started."""
         status = self._read(name).get("status") or {}
         head = self._head(str(status.get("rayClusterName", "")))
         if head is None or not status.get("jobId") or self._of_status(status) != "RUNNING":
@@ -133,7 +133,7 @@ class KubernetesJobs:
                 process.terminate()
 
     def _printing(self, name: str) -> str | None:
-        """The newest pod that follows a job's log: a retried job has a new one."""
+        """The newest pod that prints a job's log; each retry of a job has a new one."""
         found = json.loads(self._kubectl("get", "pods", "-l", f"job-name={name}", "-o", "json"))["items"]
         begun = [pod for pod in found if (pod.get("status") or {}).get("phase") in ("Running", "Succeeded", "Failed")]
         begun.sort(key=lambda pod: pod["metadata"].get("creationTimestamp", ""))
@@ -147,7 +147,7 @@ class KubernetesJobs:
         return names[0] if names else None
 
     def _why_it_waits(self, name: str, ray_cluster: str) -> str:
-        """Text of the last warning on a job and its objects."""
+        """Text of the last warning about a job and its objects."""
         with contextlib.suppress(ClusterError, ValueError, KeyError):
             events = json.loads(self._kubectl("get", "events", "-o", "json"))["items"]
             mine = [one for one in events if _belongs(one.get("involvedObject") or {}, name, ray_cluster)]
@@ -167,7 +167,7 @@ class KubernetesJobs:
             raise ClusterError.problem(
                 "The Secret",
                 f"{self.cluster.secret} has no key {', '.join(missing)}",
-                "on Kubernetes --secret-env gives keys of this Secret; submissions do not contain values",
+                "on Kubernetes, --secret-env names keys of this Secret; submissions contain no values",
             )
 
     def _operator(self) -> str | None:
@@ -198,14 +198,14 @@ class KubernetesJobs:
         )
 
     def _of_status(self, status: dict[str, Any]) -> str:
-        """A RayJob's two statuses as one of Ray's: that of the deployment is used, as a job may be retried."""
+        """Ray's status for a RayJob's two statuses; the deployment's counts, since a job may be retried."""
         deployment, job = status.get("jobDeploymentStatus", ""), status.get("jobStatus", "")
         if deployment in ENDED_AS:
             return "STOPPED" if job == "STOPPED" else ENDED_AS[deployment]
         return "RUNNING" if deployment == "Running" and job == "RUNNING" else "PENDING"
 
     def _begin(self, *, limit: bool = True) -> tuple[str, ...]:
-        """Initial words of every command. limit: whether the server must answer soon."""
+        """First words of every kubectl command. limit: whether the server must answer soon."""
         context = ("--context", self.cluster.context) if self.cluster.context else ()
         answer = ("--request-timeout=30s",) if limit else ()
         return ("kubectl", *context, "--namespace", self.cluster.namespace, *answer)
@@ -217,7 +217,7 @@ class KubernetesJobs:
         return said.out
 
     def _refuse(self, said: ProgramOutput, job: str) -> NoReturn:
-        """Raise the error for a message of kubectl."""
+        """Raise the error that corresponds to a message of kubectl."""
         text = said.problem
         low = text.lower()
         where = f"kubectl's {f'context {self.cluster.context}' if self.cluster.context else 'current context'}"
@@ -257,11 +257,11 @@ PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("does not exist",),
         "kubectl does not have its context",
-        "kubectl config get-contexts lists them; set one as `context` in your file of clusters",
+        "kubectl config get-contexts lists all; set one as `context` in your file of clusters",
     ),
-    (("already exists",), "it has a job of this name", "give another --name"),
+    (("already exists",), "it already has a job of this name", "give another --name"),
 )
-"""Parts of kubectl's messages, their meaning, and the remedy."""
+"""Parts of kubectl's messages, with their meaning and the remedy."""
 
 
 def _belongs(about: dict[str, Any], name: str, ray_cluster: str) -> bool:
@@ -281,7 +281,7 @@ def _to_text(text: str) -> str:
     if "exceeded quota" in text:
         return f"the quota of the namespace is used up ({short}); kubectl describe resourcequota shows it"
     if "insufficient quota" in text:
-        return f"Kueue waits for room in its quota ({short})"
+        return f"Kueue waits until its quota has room ({short})"
     return short
 
 

@@ -19,16 +19,16 @@ from scaleray.errors import ClusterError, ConfigError
 
 Manifest = dict[str, Any]
 LONGEST_JOB_NAME = 47
-"""Most characters of a RayJob's name: the operator appends to it."""
+"""Maximum characters of a RayJob's name, to which the operator appends."""
 SUBMITTED = {"app.kubernetes.io/managed-by": "scaleray-submit"}
 COMMAND = "scaleray/command"
 """Annotation of a RayJob: the submitted command."""
 QUEUE = "kueue.x-k8s.io/queue-name"
 PACKAGE_AT = "/opt/scaleray-package"
 LARGEST_PACKAGE = 1_000_000
-"""Most bytes of a package in base 64: a ConfigMap holds 1 MiB."""
+"""Maximum bytes of a package in base 64, since a ConfigMap holds 1 MiB."""
 CODE_AT = "/mnt/scaleray/code"
-"""Folder for the unpacked code: on the volume shared by all pods."""
+"""Folder for the unpacked code, on the volume that all pods share."""
 START = """\
 # unpacks the code on the shared volume, and runs the given command in it
 set -eu
@@ -55,17 +55,17 @@ class Objects:
 
     @property
     def images(self) -> list[str]:
-        """The images of its pods."""
+        """Images of the job's pods."""
         return sorted({str(box.get("image", "")) for _, group in groups(self.job) for box in _boxes(group)})
 
     @property
     def ray_version(self) -> str:
-        """Ray version declared by the manifest for its image, or empty."""
+        """Ray version of the image according to the manifest; empty if not given."""
         return str((self.job["spec"].get("rayClusterSpec") or {}).get("rayVersion", ""))
 
     @property
     def python_version(self) -> str:
-        """Python version in the images' tags, such as 3.11, or empty."""
+        """Python version in the images' tags, such as 3.11; empty if not given."""
         found = next((m for image in self.images if (m := re.search(r"-py(\d)(\d+)", image))), None)
         return f"{found[1]}.{found[2]}" if found else ""
 
@@ -75,7 +75,7 @@ class Objects:
 
 
 def kubernetes_name(name: str) -> str:
-    """A name in the form required by Kubernetes: lower-case letters, digits and dashes, short enough for a RayJob."""
+    """A name in the form that Kubernetes requires: lower-case letters, digits and dashes, short enough for a RayJob."""
     kept = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     kept = kept if kept[:1].isalpha() else f"job-{kept}"
     if len(kept) <= LONGEST_JOB_NAME:
@@ -100,7 +100,7 @@ def objects_of(
     if len(encoded) > LARGEST_PACKAGE:
         raise ConfigError.problem(
             "--working-dir",
-            f"needs {len(package) / 2**20:.1f} MiB when packed: Kubernetes stores code in a ConfigMap, which "
+            f"needs {len(package) / 2**20:.1f} MiB when packed, but Kubernetes stores code in a ConfigMap, which "
             f"holds at most {LARGEST_PACKAGE * 3 // 4 / 2**20:.1f} MiB",
             "exclude files in .rayignore, or put the code into an image based on cluster/image",
         )
@@ -122,7 +122,7 @@ def objects_of(
 
 
 def groups(manifest: Manifest) -> list[tuple[str, Manifest]]:
-    """Name and specification of the head and of every group of workers."""
+    """Name and specification of the head and of each group of workers."""
     spec = _ray_cluster(manifest)
     head = [("head", spec["headGroupSpec"])] if "headGroupSpec" in spec else []
     return head + [(group.get("groupName", "?"), group) for group in spec.get("workerGroupSpecs") or ()]
@@ -135,7 +135,7 @@ def pod_of(group: Manifest) -> Manifest:
 
 
 def _ray_cluster(manifest: Manifest) -> Manifest:
-    """Specification of the Ray cluster; empty if a job selects an existing cluster."""
+    """Specification of the Ray cluster; empty if the job selects an existing one."""
     spec = manifest.get("spec", {})
     found: Manifest = spec if manifest.get("kind") == "RayCluster" else spec.get("rayClusterSpec") or {}
     return found
@@ -173,7 +173,7 @@ def refuse_unsafe(objects: Objects, *, kuberay: str) -> None:
 
 
 def _job_and_others(cluster: KubernetesCluster, folder: Path) -> tuple[Manifest, list[Manifest]]:
-    """The initial RayJob, and the other objects of the user's manifest."""
+    """The unmodified RayJob, and the other objects of the user's manifest."""
     if cluster.manifest is None:
         given = {name: value for name, value in (("gpus", cluster.gpus), ("kuberay", cluster.kuberay)) if value}
         image = {"image": cluster.image, "cpu_image": cluster.image} if cluster.image else {}
@@ -219,7 +219,7 @@ def _named(job: Manifest, cluster: KubernetesCluster, name: str, command: Sequen
 
 
 def _entered(job: Manifest, name: str, command: Sequence[str]) -> None:
-    """Set the command: a retried training resumes, and all other commands are not retried."""
+    """Set the command. A retried training resumes; all other commands are not retried."""
     resumes = command[0] == "train"
     words = ["bash", f"{PACKAGE_AT}/start.sh", "scaleray", command[0], *(["--resume", "auto"] if resumes else [])]
     if resumes and any(one == "--resume" or one.startswith("--resume=") for one in command):
@@ -248,7 +248,7 @@ def _boxes(group: Manifest) -> list[Manifest]:
 
 
 def service_names(objects: Objects) -> Iterator[tuple[str, str]]:
-    """Kind and name of further objects that the job's pods need and the manifest lacks."""
+    """Kind and name of objects that the job's pods need but the manifest lacks."""
     held = {(one.get("kind", ""), (one.get("metadata") or {}).get("name", "")) for one in objects.others}
     wanted = {("NetworkPolicy", "scaleray")}
     for _, group in groups(objects.job):

@@ -1,6 +1,6 @@
-"""The working directory of a job as one file: its contents, exclusions and size limit. Excluded are files ignored by
-git or a `.rayignore`, secrets by name, and files that no job needs. Equal contents give an equal file, which is
-uploaded only once to a cluster."""
+"""Pack the working directory of a job into one file, up to a size limit. Files that git or a `.rayignore` ignores,
+files named like secrets, and files that no job needs are excluded. Equal contents give an equal file, which is uploaded
+to a cluster only once."""
 
 import os
 import subprocess
@@ -38,13 +38,13 @@ SECRETS = (
 NO_CHECKOUT, GIT_S = "not a git repository", 60.0
 MOST_FILES = 100_000
 FIRST_MOMENT = (1980, 1, 1, 0, 0, 0)
-"""Earliest time in a zip file, used for all files: real times would change the package for equal contents."""
+"""Earliest time that a zip file can hold, used for all files so that equal contents give an equal package."""
 
 
 @dataclass(frozen=True)
 class Contents:
     """Contents of a package. files: paths relative to `folder` with their sizes in bytes. left_out: number of excluded
-    files and folders. linked: links to folders, to outside or to excluded files, which are excluded too."""
+    files and folders. linked: links to folders, excluded files or places outside the folder, which are excluded too."""
 
     folder: Path
     files: dict[str, int]
@@ -57,7 +57,7 @@ class Contents:
         return sum(self.files.values())
 
     def largest(self, count: int = 5) -> list[tuple[str, int]]:
-        """Largest top-level folders and files."""
+        """Largest top-level folders and files, with their bytes."""
         sizes: Counter[str] = Counter()
         for name, num_bytes in self.files.items():
             top, slash, _ = name.partition("/")
@@ -74,14 +74,14 @@ class Contents:
             else ""
         )
         named = ", ".join([*self.linked[:5], *(["..."] if len(self.linked) > 5 else [])])
-        linked = f"; not uploaded, as links to folders, outside or to excluded files: {named}" if self.linked else ""
+        linked = f"; not uploaded, as they link to folders, excluded files or outside: {named}" if self.linked else ""
         return f"{len(self.files)} files, {disk_space(self.num_bytes)} ({largest}){left_out}{linked}"
 
 
 def contents_of(folder: Path, *, max_mib: float) -> Contents:
-    """Return the contents of a folder to send. Raises ConfigError if they are too large, before reading them."""
+    """Return the contents of a folder to upload. Raises ConfigError if they are too large, before reading any file."""
     if not folder.is_dir():
-        raise ConfigError.problem("--working-dir", f"{folder} is not a folder", "give your code's folder")
+        raise ConfigError.problem("--working-dir", f"{folder} is not a folder", "give the folder of your code")
     top, found, links, left_out = folder.resolve(), dict[Path, int](), list[Path](), 0
     for path, is_in in _walk(top):
         if not is_in:
@@ -115,7 +115,7 @@ def check_is_in(contents: Contents, path: Path, *, what: str) -> str:
     if not inside.is_relative_to(contents.folder):
         raise ConfigError.problem(
             what,
-            f"{path} is outside the working directory {contents.folder}, and only that is uploaded",
+            f"{path} is outside the working directory {contents.folder}, which alone is uploaded",
             "put it there, or give a folder that contains both with --working-dir",
         )
     name = inside.relative_to(contents.folder).as_posix()
@@ -133,7 +133,7 @@ def check_is_in(contents: Contents, path: Path, *, what: str) -> str:
 
 
 def pack(contents: Contents, target: Path, also: Mapping[str, str] | None = None) -> None:
-    """Write the contents to a zip file, with their commit. also: texts of further files by name."""
+    """Write the contents to a zip file, with their commit. also: texts of additional files by name."""
     sent = state_to_send(contents.folder, contents.files)
     also = {**({SENT: sent} if sent else {}), **(also or {})}
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
@@ -150,7 +150,7 @@ def pack(contents: Contents, target: Path, also: Mapping[str, str] | None = None
 
 
 def _walk(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield every file with whether it is uploaded; for an excluded or linked folder, only the folder itself."""
+    """Yield every file, and whether it is uploaded; for an excluded or linked folder, only the folder itself."""
     from pathspec import GitIgnoreSpec
 
     by_git = _ignored_by_git(folder)
@@ -189,7 +189,7 @@ def _is_secret(*names: str) -> bool:
 
 
 def _ignored_by_git(folder: Path) -> set[Path] | None:
-    """Files and whole folders below that git ignores; None outside a checkout. Raises ConfigError if git fails."""
+    """Files and whole subfolders that git ignores; None outside a checkout. Raises ConfigError if git fails."""
     listed = ["ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory"]
     command, environment = ["git", "-C", str(folder), *listed], {**os.environ, "LC_ALL": "C"}
     try:
@@ -200,7 +200,7 @@ def _ignored_by_git(folder: Path) -> set[Path] | None:
     if NO_CHECKOUT in problem:
         return None
     if problem:
-        raise ConfigError.problem("git", f"cannot list the files that it ignores in {folder}: {problem}")
+        raise ConfigError.problem("git", f"cannot list its ignored files in {folder}: {problem}")
     return {folder / os.fsdecode(name) for name in done.stdout.split(b"\0") if name}
 
 

@@ -1,4 +1,4 @@
-"""Checks of whether a cluster meets a job's requirements: versions, and packages imported by the user's code."""
+"""Check whether a cluster meets a job's requirements: versions, and packages that the user's code imports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROBE = (
     "print('scaleray-probe', json.dumps({'python': platform.python_version(), "
     "'packages': {d.metadata['Name']: d.version for d in reversed([*m.distributions()]) if d.metadata['Name']}}))"
 )
-"""Program that reports a cluster's versions: it imports only the standard library."""
+"""Program that reports a cluster's versions and imports only the standard library."""
 SIGN = "scaleray-probe "
 EXACT = ("ray",)
 SAME_MINOR = ("torch",)
@@ -25,7 +25,7 @@ SAME_MINOR = ("torch",)
 
 @dataclass(frozen=True)
 class Versions:
-    """Versions on one side: of Python, and of packages by normalised name."""
+    """Versions of Python and of packages, by normalised name, on one side."""
 
     python: str
     packages: Mapping[str, str] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Versions:
 
 
 def versions_in(text: str) -> Versions | None:
-    """Parse the program's answer in printed output; None if it is missing."""
+    """Find the program's answer in printed output; None if it is missing."""
     lines = [line for line in text.splitlines() if line.startswith(SIGN)]
     if not lines:
         return None
@@ -52,15 +52,15 @@ def versions_in(text: str) -> Versions | None:
 
 @functools.cache
 def _installed() -> dict[str, str]:
-    """Installed packages; of several with one name, the first counts, as for an import: a user's package may hide the
-    system's."""
+    """Installed packages. Of several with one name, the first counts, as in an import, since a user's package may hide
+    the system's."""
     found = reversed([*importlib.metadata.distributions()])
     return {one.metadata["Name"]: one.version for one in found if one.metadata["Name"]}
 
 
 @functools.cache
 def _homes() -> Mapping[str, list[str]]:
-    """Packages by module; computing it takes a CPU second."""
+    """Packages by module, which takes a CPU second to compute."""
     return importlib.metadata.packages_distributions()
 
 
@@ -70,7 +70,7 @@ def normalised(packages: Mapping[str, str]) -> dict[str, str]:
 
 
 def differences(here: Versions, there: Versions) -> list[str]:
-    """Differences that would fail or change the training, one sentence each. An empty version is unknown."""
+    """Differences with which the training would fail or change, one sentence each. An empty version is unknown."""
     found = []
     if there.python and _minor(here.python) != _minor(there.python):
         found.append(f"Python is {there.python} there and {here.python} here")
@@ -85,7 +85,7 @@ def differences(here: Versions, there: Versions) -> list[str]:
 
 
 def missing_packages(needed: Iterable[str], here: Versions, there: Versions) -> dict[str, str]:
-    """Packages that are needed and missing there, with the version to install."""
+    """Needed packages that are missing there, with the version to install."""
     return {
         name: _public(here.packages[name])
         for name in sorted({*needed})
@@ -94,8 +94,8 @@ def missing_packages(needed: Iterable[str], here: Versions, there: Versions) -> 
 
 
 def imported_packages(start: Path, folder: Path) -> set[str]:
-    """Packages imported by a Python file and by the user's modules behind it, by normalised name. folder: location of
-    these modules, in addition to the file's own folder.
+    """Packages that a Python file and the user's modules behind it import, by normalised name. folder: where these
+    modules are, besides the file's own folder.
     """
     homes = _homes()
     found: set[str] = set()
@@ -113,7 +113,7 @@ def imported_packages(start: Path, folder: Path) -> set[str]:
 
 
 def _module_in(base: Path, module: str) -> Path | None:
-    """File of a module below a folder, or of the package that contains it."""
+    """File of a module in a folder, or of the package that contains it."""
     parts = module.split(".")
     for count in range(len(parts), 0, -1):
         path = base.joinpath(*parts[:count])

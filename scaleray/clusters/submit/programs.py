@@ -1,4 +1,4 @@
-"""External programs for reaching a cluster, such as kubectl and ssh: run with a time limit, returning their output."""
+"""Run external programs that reach a cluster, such as kubectl and ssh, with a time limit, and return their output."""
 
 import re
 import shutil
@@ -23,12 +23,12 @@ class ProgramOutput:
 
     @property
     def out(self) -> str:
-        """Its output, as text."""
+        """The output as text."""
         return self.raw.decode(errors="replace")
 
     @property
     def problem(self) -> str:
-        """Its error in one line."""
+        """The error in one line."""
         lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
         said = [line for line in lines if not OF_A_LOG.match(line)]
         return " ".join(said or lines)[:600] or f"it ended with {self.code} and printed nothing"
@@ -47,7 +47,7 @@ def run(words: Sequence[str], *, given: bytes = b"", limit_s: float = LIMIT_S) -
     except FileNotFoundError as exc:
         raise ClusterError.problem(
             words[0],
-            "is not installed here, but this cluster can only be reached with it",
+            "is not installed here, but this cluster can be reached only with it",
             "install it, or load its module",
         ) from exc
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Slurm jobs: unpacked into their own folders visible to all nodes, and queued with sbatch, here or over ssh."""
+"""Slurm jobs, unpacked into their own folders that all nodes see, and queued with sbatch, here or over ssh."""
 
 import codecs
 import re
@@ -27,7 +27,7 @@ STATES = {
     "SUSPENDED": "RUNNING",
     "STAGE_OUT": "RUNNING",
 }
-"""Slurm's states as those of Ray; all others mean waiting."""
+"""Ray's states for those of Slurm; any other state means waiting."""
 NO_OUTPUT = "0:53"
 """Exit code of a job whose output file could not be opened on its first node."""
 LIMITS = ("QOS", "Assoc", "MaxJobs", "MaxSubmit", "MaxNode", "MaxCpu", "MaxGRES", "MaxMem", "PartitionTimeLimit")
@@ -40,7 +40,7 @@ PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ),
     (
         ("disk quota exceeded", "no space left"),
-        "you have no space in the shared folder",
+        "you have no space left in the shared folder",
         "delete unneeded files there, or choose another `folder`",
     ),
     (
@@ -48,7 +48,7 @@ PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "its controller cannot be reached",
         "scontrol ping shows whether it is up",
     ),
-    (("file exists",), "its folder already has a job of this name", "choose another --name"),
+    (("file exists",), "its folder already contains a job of this name", "choose another --name"),
     (
         ("permission denied", "read-only file system", "cannot create directory"),
         "the shared folder cannot be written",
@@ -61,7 +61,7 @@ PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ),
     (
         ("could not establish a configuration",),
-        "no Slurm controller is found from here",
+        "no Slurm controller can be found from here",
         "submit from a login node, or give one in `ssh` of the cluster",
     ),
     (
@@ -76,16 +76,20 @@ PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "sinfo lists them; set yours in the cluster's `options`",
     ),
 )
-"""Parts of messages of sbatch and shells, their meaning, and the remedy."""
+"""Parts of messages of sbatch and shells, with their meaning and the remedy."""
 SSH_PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("permission denied", "too many authentication"), "it refused your login", "ssh-add -l; ssh-copy-id HOST"),
-    (("host key verification",), "its key differs from the known one", "ask its administrator before you accept it"),
+    (
+        ("host key verification",),
+        "its host key differs from the known one",
+        "ask its administrator before accepting it",
+    ),
     (("could not resolve",), "no machine has this name", "`ssh` must be an ssh destination, such as me@login"),
 )
 
 
 def problem_of(text: str) -> tuple[str, str]:
-    """Return the meaning of an error, and its remedy."""
+    """Return the meaning of an error and its remedy."""
     low = text.lower()
     for signs, allowed, hint in PROBLEMS:
         if any(sign in low for sign in signs):
@@ -167,7 +171,7 @@ PASSED_ON = (
     "USER",
     "VIRTUAL_ENV",
 )
-"""Variables of the submitting user that a job gets in addition to Slurm's own; all others stay here."""
+"""Environment variables of the submitting user that a job gets besides Slurm's own; no others are passed on."""
 ACCOUNTING = "sacct --noheader --allocations --parsable2 --format=JobID,State,ExitCode,Start,End,Reason"
 FIELDS = "JobId=%i JobState=%T Reason=%r StartTime=%S EndTime=%e"
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
@@ -180,11 +184,11 @@ class SlurmJobs:
         self.cluster = cluster
         self.place = cluster.name
         self._read_bytes: dict[str, int] = {}
-        """Bytes of each log that `follow` has written."""
+        """Number of bytes of each log that `follow` has written."""
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def versions(self) -> Versions | None:
-        """Versions of the cluster's environment, queried on the host of sbatch; None if none is set."""
+        """Versions in the cluster's environment, queried on the host of sbatch; None if no environment is set."""
         if self.cluster.environment is None:
             return None
         python = f"{self.cluster.environment.rstrip('/')}/bin/python"
@@ -201,7 +205,7 @@ class SlurmJobs:
     def submit(
         self, name: str, package: bytes, *, words: Sequence[str], command: str, secrets: Mapping[str, str]
     ) -> str:
-        """Unpack the code in its own folder, and queue the batch script in it; return the job's number. words:
+        """Unpack the code into its own folder, and queue the batch script there; return the job's number. words:
         arguments of the script. command: of scaleray, with arguments."""
         folder = self._path(name)
         python = f"{self.cluster.environment.rstrip('/')}/bin/python" if self.cluster.environment else "python3"
@@ -222,7 +226,7 @@ class SlurmJobs:
         return found[1]
 
     def _queueing(self, name: str, words: Sequence[str], command: str, secrets: Mapping[str, str]) -> str:
-        """Shell script that queues a job. It is sent through a pipe, so that the list of processes shows no values."""
+        """Shell script that queues a job. It is sent through a pipe, so that its values are not in the process list."""
         folder, cluster = self._path(name), self.cluster
         names = [*PASSED_ON, *secrets]
         storage = f"{cluster.folder.rstrip('/')}/runs"
@@ -247,8 +251,8 @@ class SlurmJobs:
         return "\n".join(lines) + "\n"
 
     def job(self, name: str) -> JobNow:
-        """State of a job in Slurm, by its name or number: from the controller, or from the accounting once it has
-        ended.
+        """State of a job in Slurm, by its name or number, from the controller or, once it has ended, from the
+        accounting.
         """
         name, number = self._found(name)
         said = self._shell(
@@ -288,7 +292,7 @@ class SlurmJobs:
         return self._shell(f"cat {self._path(name)}.out 2>/dev/null || true", must=True).out
 
     def stop(self, name: str) -> None:
-        """Stop a job: a running training saves first; the second time ends it immediately."""
+        """Stop a job. A running training saves first; a second call ends it immediately."""
         name, number = self._found(name)
         folder = self._path(name)
         said = self._shell(
@@ -313,7 +317,7 @@ class SlurmJobs:
             write(self._decoder.decode(new))
 
     def _found(self, name: str) -> tuple[str, str]:
-        """Name and number of a job, given either of them."""
+        """Name and number of a job, given one of the two."""
         folder = self._path("")
         if name.isdigit():
             look = f"cd {folder} 2>/dev/null && grep -lx {name} -- *.id | head -n 1 || true"
@@ -335,7 +339,7 @@ class SlurmJobs:
         return shlex.quote(f"{folder}/{name}" if name else folder)
 
     def _shell(self, script: str, *, given: bytes = b"", must: bool = False) -> ProgramOutput:
-        """Run a script on the host of sbatch. must: whether to raise errors of the connection or of Slurm."""
+        """Run a script on the host of sbatch. must: whether to raise an error if the script fails."""
         words = ["bash", "-c", script]
         if self.cluster.ssh:
             words = [*SSH, self.cluster.ssh, f"bash -lc {shlex.quote(script)}"]

@@ -1,4 +1,4 @@
-"""A command to submit as a job to a remote cluster: all checks that are possible on this side."""
+"""A command to submit as a job to a remote cluster, with all checks that are possible before it is sent."""
 
 import os
 import secrets
@@ -31,7 +31,7 @@ DEFAULT_MAX_MIB = 100.0
 
 @dataclass(frozen=True)
 class Submission:
-    """A submission before it is sent. missing: packages that the cluster lacks, with the versions of this side."""
+    """A submission before it is sent. missing: packages that the cluster lacks, with their versions here."""
 
     cluster: Cluster
     command: tuple[str, ...]
@@ -41,9 +41,9 @@ class Submission:
     workload: Path | None
     """The workload's file; None for an installed module."""
     variables: Mapping[str, str] = field(repr=False)
-    """Secrets by name; without values if the cluster holds them."""
+    """Secrets by name, without values if the cluster holds these."""
     settings: tuple[str, ...] = ()
-    """Config keys set by the environment here, which become options of the command there."""
+    """Config keys that the environment here sets, which become options of the command there."""
     grace_s: float | None = None
     """Time limit of the last checkpoint in seconds, if the config sets one."""
     missing: Mapping[str, str] = field(default_factory=dict)
@@ -96,7 +96,7 @@ def prepare(
 
 
 def refuse_differences(submission: Submission, here: Versions, there: Versions, *, remedy: str) -> None:
-    """Raise ClusterError if the cluster's versions do not fit."""
+    """Raise ClusterError if the cluster's versions do not match."""
     if found := differences(here, there):
         raise ClusterError.problem(
             "The cluster",
@@ -118,7 +118,7 @@ def travelling(submission: Submission) -> set[str]:
 
 
 def with_missing(submission: Submission, here: Versions, there: Versions) -> Submission:
-    """Add to the submission the packages that its code imports, or scaleray needs, and that the cluster lacks."""
+    """Add the packages to the submission that its code or scaleray needs and the cluster lacks."""
     travels = travelling(submission)
     needed = {name for name in {*imported(submission), *OWN_NEEDS} if name not in travels}
     missing = missing_packages(needed, here, there)
@@ -136,7 +136,7 @@ def refuse_missing(submission: Submission, *, remedy: str) -> None:
 
 
 def _refuse_secrets(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for options with a secret: a cluster stores the command and shows it to its users."""
+    """Raise ConfigError for options with a secret, since a cluster stores the command and shows it to its users."""
     shown = without_secrets(overrides)
     changed = next((at for at, word in enumerate(overrides) if shown[at] != word), None)
     if changed is None:
@@ -145,18 +145,18 @@ def _refuse_secrets(overrides: Sequence[str]) -> None:
     if not option.startswith("--"):
         option, value = shown[changed - 1] if changed else "argument", shown[changed]
     hint = (
-        f"put the address into a variable, and give --{WEBHOOK}_env NAME --secret-env NAME"
+        f"put the address into an environment variable, and give --{WEBHOOK}_env NAME --secret-env NAME"
         if option == f"--{WEBHOOK}"
-        else "remove the password, and pass it in a variable with --secret-env NAME"
+        else "remove the password, and pass it in an environment variable with --secret-env NAME"
     )
     raise ConfigError.problem(
-        option, f"{value} contains a secret, and the cluster stores and shows a job's command", hint
+        option, f"{value} contains a secret, but the cluster stores and shows a job's command", hint
     )
 
 
 def _settings(secret_env: Sequence[str]) -> dict[str, str]:
-    """Config keys set by this environment, as options of the command, since the cluster's environment lacks them. Keys
-    given as secrets are sent as secrets. Raises ConfigError for other secrets."""
+    """Config keys that this environment sets, as options of the command, since the cluster's environment lacks them.
+    Those named as secrets are sent as secrets. Raises ConfigError for any other secret."""
     found = {}
     for variable, text in sorted(os.environ.items()):
         if not variable.startswith(ENV_PREFIX) or variable in secret_env:
@@ -181,7 +181,7 @@ def _workload_file(contents: Contents, name: str, config: Path) -> Path | None:
         return None
     given = Path(path).expanduser()
     if given.is_absolute():
-        hint = f"write its path from the working directory, such as {given.name}:..."
+        hint = f"give its path relative to the working directory, such as {given.name}:..."
         raise ConfigError("workload.name", name, "a path on this machine does not exist on the cluster", hint)
     places = [contents.folder / given, config.resolve().parent / given]
     found = next((place for place in places if place.exists()), places[0])
@@ -190,10 +190,10 @@ def _workload_file(contents: Contents, name: str, config: Path) -> Path | None:
 
 
 def _secrets(names: Sequence[str], *, are_here: bool) -> dict[str, str]:
-    """Values of these variables, never printed. are_here: whether to take them from this environment."""
+    """Values of these environment variables, which are never printed. are_here: whether to read them here."""
     if with_values := [name.partition("=")[0] for name in names if "=" in name]:
         raise ConfigError.problem(
-            "--secret-env", f"takes only names, and {', '.join(with_values)} has a value", "set it in the environment"
+            "--secret-env", f"takes only names, but {', '.join(with_values)} has a value", "set it in the environment"
         )
     if missing := [name for name in names if are_here and not os.environ.get(name)]:
         raise ConfigError.problem("--secret-env", f"names variables that are not set here: {', '.join(missing)}")

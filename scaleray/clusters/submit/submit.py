@@ -21,8 +21,8 @@ from scaleray.records.run_record import Say
 
 @dataclass(frozen=True)
 class Started:
-    """A submitted job. jobs: those of its cluster; None if it was only written to a file. to_apply: command that
-    applies this file."""
+    """A submitted job. jobs: of its cluster; None if the job was only written to a file. to_apply: command that applies
+    this file."""
 
     name: str
     jobs: ClusterJobs | None
@@ -93,12 +93,13 @@ def submit(
     name: str | None = None,
     say: Say = lambda text: None,
 ) -> JobNow:
-    """Submit a command to a remote cluster, by Ray's Jobs API, kubectl or sbatch; return the job's current state.
+    """Submit a command to a remote cluster with Ray's Jobs API, kubectl or sbatch; return the job's current state.
 
     config: a YAML file in the working directory. overrides: options of the command, such as "--scale.workers", "2". to:
-    a Ray dashboard, http://HOST:8265, or a name in ~/.config/scaleray/clusters.yaml. wait: until the job has ended; its
-    output is passed to `say`. secret_env: names of environment variables to pass to the job. bring_missing: install
-    packages that the cluster lacks. allow_differences: submit even if versions differ or packages are missing.
+    a Ray dashboard, http://HOST:8265, or a name in ~/.config/scaleray/clusters.yaml. wait: wait until the job has
+    ended, passing its output to `say`. secret_env: names of environment variables to pass to the job as secrets.
+    bring_missing: install packages that the cluster lacks. allow_differences: submit even if versions differ or
+    packages are missing.
 
     Raises UsageError, before anything is started, if the job cannot run there.
     """
@@ -125,7 +126,7 @@ def list_jobs(to: str | None = None) -> list[JobNow]:
 
 @names_what_is_missing
 def job_logs(job: str, *, to: str | None = None) -> str:
-    """Return a job's output so far, whether it has ended or not. job: its name. to: as for `submit`."""
+    """Return the output so far of a running or ended job. job: its name. to: as for `submit`."""
     return jobs_of(to).logs(job)
 
 

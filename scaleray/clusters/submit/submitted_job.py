@@ -10,7 +10,7 @@ from scaleray.errors import ClusterError
 
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED", "UNKNOWN")
 GIVE_UP_S = 1800.0
-"""Seconds after which reconnecting is abandoned; the job continues."""
+"""Seconds after which attempts to reconnect end; the job continues."""
 POLL_S = 3.0
 TRY_AGAIN_S = 2.0
 
@@ -46,7 +46,7 @@ class ClusterJobs(Protocol):
 
     @property
     def place(self) -> str:
-        """Value of `--to`, or another one for the same cluster."""
+        """Value of `--to`, or an equivalent one for the same cluster."""
 
     def job(self, name: str) -> JobNow:
         """State of a job on the cluster."""
@@ -62,14 +62,14 @@ class ClusterJobs(Protocol):
 
     def follow(self, name: str, write: Callable[[str], None], say: Callable[[str], None]) -> JobNow:
         """Write a job's output until it ends. Lost connections are retried, and nothing is written twice. say: receives
-        messages on that."""
+        messages about them."""
 
 
 def follow_by_polling(
     place: str, look: Callable[[], JobNow], write_new: Callable[[], None], say: Callable[[str], None]
 ) -> JobNow:
-    """Poll a job and write new output until it ends. say: receives messages on lost connections and on why a job
-    waits."""
+    """Poll a job, and write its new output until it ends. say: receives messages about lost connections and about why a
+    job waits."""
     lost_at: float | None = None
     said = ""
     while True:

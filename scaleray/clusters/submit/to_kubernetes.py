@@ -1,5 +1,4 @@
-"""Submission to Kubernetes: a RayJob that meets every requirement, created by kubectl, or written to a file without
-it."""
+"""Submit to Kubernetes: a RayJob that meets every requirement, created with kubectl or, failing that, in a file."""
 
 import shlex
 import tempfile
@@ -22,8 +21,8 @@ REMEDY = "rebuild the image with these versions (cluster/image), or install thos
 def checked_and_started(
     submission: Submission, cluster: KubernetesCluster, *, allow_differences: bool, say: Say
 ) -> tuple[KubernetesJobs | None, str]:
-    """Check manifest, versions and cluster, and create the job; return the cluster's jobs and its name. Without
-    kubectl, return None and the file that was written. Raises UsageError."""
+    """Check manifest, versions and cluster, and create the job; return the cluster's jobs and the job's name. Without
+    kubectl, write the job to a file, and return None and the file. Raises UsageError."""
     with tempfile.TemporaryDirectory(prefix="scaleray-submit-") as folder:
         package = Path(folder) / "working_dir.zip"
         with stage("packing the working directory"):
@@ -64,14 +63,14 @@ def to_apply(cluster: KubernetesCluster, file: str) -> str:
 
 
 def _compare(submission: Submission, objects: Objects, say: Say) -> None:
-    """Compare the facts in the image's name and in the manifest; all else is unknown before the job runs."""
+    """Compare versions given by the image's name and the manifest; all others are unknown until the job runs."""
     known = Versions(objects.python_version, {"ray": objects.ray_version} if objects.ray_version else {})
     refuse_differences(submission, Versions.here(), known, remedy=REMEDY)
     versions = [f"Python {known.python}"] if known.python else []
     versions += [f"Ray {objects.ray_version}"] if objects.ray_version else []
     needs = ", ".join(sorted(imported(submission) - {"scaleray", "torch", "ray"}))
     by_name = f"{' and '.join(versions) or 'none'} according to manifest and image name"
-    say(f"  versions: {by_name}; torch and packages are unknown until it runs")
+    say(f"  versions: {by_name}; torch and packages are unknown until the job runs")
     if needs:
         say(f"  the image {', '.join(objects.images)} must have: {needs}")
 

@@ -1,4 +1,4 @@
-"""Submission to a Ray cluster through its Jobs API: compare versions in a separate job, then pack and start."""
+"""Submit to a Ray cluster through its Jobs API: compare versions in a separate job, then pack and start the job."""
 
 import math
 import shlex
@@ -23,8 +23,8 @@ REMEDY = "install the same versions here, or use an image with these (cluster/im
 def checked_and_started(
     submission: Submission, cluster: RayCluster, *, bring_missing: bool, allow_differences: bool, say: Say
 ) -> tuple[Jobs, str]:
-    """Check the cluster against the requirements, and start the job; return the cluster's jobs and its name. Raises
-    UsageError.
+    """Check the cluster against the requirements, and start the job; return the cluster's jobs and the job's name.
+    Raises UsageError.
 
     allow_differences: report differences and missing packages, and continue.
     """
@@ -43,7 +43,7 @@ def checked_and_started(
 
 
 def compare(submission: Submission, jobs: Jobs, *, say: Say) -> Submission:
-    """Add the packages that the cluster lacks to the submission. Raises ClusterError if its versions do not fit."""
+    """Add packages that the cluster lacks to the submission. Raises ClusterError if its versions do not match."""
     here = Versions.here()
     quick = Versions(jobs.python_version, {"ray": jobs.ray_version})
     refuse_differences(submission, here, quick, remedy=REMEDY)
@@ -76,7 +76,7 @@ def start(submission: Submission, jobs: Jobs, *, bring_missing: bool = False) ->
 
 
 def time_to_save(grace_s: float | None) -> dict[str, str]:
-    """Environment variables for stopping a job: by default Ray kills it after 3 s, even while it saves. grace_s: the
+    """Environment variables that give a stopped job time to save; by default Ray kills it after 3 s. grace_s: the
     config's time limit of the last checkpoint, if set."""
     if grace_s is None:
         return {RAY_STOP: str(RAY_STOP_S), SAVING: str(SAVING_S)}

@@ -1,4 +1,4 @@
-"""Submission to Slurm: compare versions of its environment, then queue a batch script in the job's own folder."""
+"""Submit to Slurm: compare versions in its environment, then queue a batch script in the job's own folder."""
 
 import re
 import tempfile
@@ -17,13 +17,13 @@ from scaleray.records.run_record import Say
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 TAKES_COMMANDS = "SUBCOMMAND"
-"""Variable that passes the command to the batch script."""
+"""Environment variable that passes the command to the batch script."""
 
 
 def checked_and_started(
     submission: Submission, cluster: SlurmCluster, *, allow_differences: bool, say: Say
 ) -> tuple[SlurmJobs, str]:
-    """Compare versions if they are available, and queue the job; return the cluster's jobs and its name.
+    """Compare versions if they are available, and queue the job; return the cluster's jobs and the job's name.
 
     Raises UsageError.
     """
@@ -55,7 +55,7 @@ def checked_and_started(
 
 
 def _check_name(name: str) -> None:
-    """Raise ConfigError for a name that is not suitable for a job's folder, log and entry in a list."""
+    """Raise ConfigError for a name that is unsuitable for a job's folder, log and list entry."""
     if not NAME.fullmatch(name) or name.isdigit():
         raise ConfigError(
             "--name",
@@ -70,10 +70,10 @@ def _compare(submission: Submission, jobs: SlurmJobs, say: Say) -> None:
     with stage("querying the cluster's versions"):
         there = jobs.versions()
     if there is None:
-        say("  versions: not compared, as the cluster has no `environment`: the batch script chooses one")
+        say("  versions: not compared, since the cluster has no `environment` and the batch script chooses one")
         return
     here = Versions.here()
-    refuse_differences(submission, here, there, remedy="install the same versions here, or these there")
+    refuse_differences(submission, here, there, remedy="install the cluster's versions here, or yours there")
     say(f"  versions: {there.to_text()}")
     submission = with_missing(submission, here, there)
     pip = f"{jobs.cluster.environment}/bin/pip install {' '.join(submission.requirements)}"
@@ -81,7 +81,7 @@ def _compare(submission: Submission, jobs: SlurmJobs, say: Say) -> None:
 
 
 def _scripts(contents: Contents, cluster: SlurmCluster) -> dict[str, str]:
-    """The batch script and its files, unless the user's own are uploaded."""
+    """The batch script and its files, unless the user uploads their own."""
     if SCRIPT not in contents.files:
         texts = files(ClusterSpec(gpus=cluster.gpus, nodes=cluster.nodes), ["slurm"])
         return {f"cluster/{name}": text for name, text in texts.items() if "try_on" not in name}

@@ -37,5 +37,5 @@ def test_a_slow_node_and_a_slow_link_are_named_each_by_its_check_and_nothing_els
     # how red a slow node is depends on what else wants the cores of this machine
     assert code == 1 and "links between nodes" in red and red <= {"matrix products", "links between nodes"}
     assert products["verdict"] != "green" and f"slow: a core of {slow.address}" in products["found"]
-    assert f"slow: {behind.address} with all others" in links["found"]
+    assert f"slow: {behind.address} to all others" in links["found"]
     assert slow.address not in links["found"] and behind.address not in products["found"]

@@ -56,7 +56,7 @@ def test_links_to_folders_and_outside_stay_and_are_named_and_others_travel_as_th
     (folder / "c").symlink_to(folder / "a")
     found = contents_of(folder, max_mib=1)
     assert found.files == {"a": 1, "c": 1} and found.linked == ("data", "round", "b") and found.left_out == 1
-    assert "as links to folders, outside or to excluded files: data, round, b" in found.to_text()
+    assert "as they link to folders, excluded files or outside: data, round, b" in found.to_text()
     with pytest.raises(ConfigError, match="outside the working directory"):
         check_is_in(found, folder / "data" / "b", what="--config")
 
@@ -184,7 +184,7 @@ def test_a_checkout_in_the_folder_has_its_own_ignored_files(checkout):
 
 def test_a_git_that_does_not_answer_is_an_error_and_not_a_folder_without_one(checkout, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ConfigError, match="git cannot list the files that it ignores"):
+    with pytest.raises(ConfigError, match="git cannot list its ignored files"):
         names(checkout)
     assert names(made(checkout.parents[1] / "plain", a="1")) == ["a"]
 

@@ -227,7 +227,7 @@ def test_a_cluster_whose_python_tells_nothing_is_one_error(cluster, monkeypatch)
         (["-c", "jobs/work.yaml", "--max-mib", "0"], "it must be more than 0 MiB"),
         (["-c", "jobs/work.yaml", "--max-mib", "0.0001"], "to upload, more than --max-mib 0.0001"),
         (["-c", "jobs/work.yaml", "--secret-env", "NOT_SET"], "names variables that are not set here: NOT_SET"),
-        (["-c", "jobs/work.yaml", "--secret-env", "NAME=hunter2"], "takes only names, and NAME has a value"),
+        (["-c", "jobs/work.yaml", "--secret-env", "NAME=hunter2"], "takes only names, but NAME has a value"),
         (["-c", "jobs/work.yaml", "--batch.global-sise", "4"], "batch.global_size"),
         (["-c", "jobs/work.yaml", "--workload.name", "/abs/work.py:Mine"], "does not exist on the cluster"),
         (["-c", "jobs/work.yaml", "--workload.name", "gone.py:Mine"], "gone.py does not exist"),

@@ -74,7 +74,7 @@ def test_a_job_is_a_rayjob_that_keeps_every_rule_and_the_code_in_a_config_map(ku
     ]  # fmt: skip
     assert all(line.startswith("kubectl --context lab --namespace scaleray ") for line in kubectl.words())
     out = capsys.readouterr().out
-    assert "torch and packages are unknown until it runs" in out and "must have: scikit-learn" in out
+    assert "torch and packages are unknown until the job runs" in out and "must have: scikit-learn" in out
     assert "scaleray jobs logs mine --to lab" in out
 
 
@@ -309,7 +309,7 @@ def test_kueues_reason_is_told(kubectl):
                         "message": "couldn't assign flavors to pod set workers: insufficient quota for nvidia.com/gpu"}]}  # fmt: skip
     kubectl.answer("get rayjobs.ray.io mine", rayjob("Suspended"))
     kubectl.answer("get events", waits)
-    assert follower(kubectl).job("mine").message.startswith("Kueue waits for room in its quota")
+    assert follower(kubectl).job("mine").message.startswith("Kueue waits until its quota has room")
 
 
 def test_jobs_are_listed_shown_and_stopped_by_ray_so_that_they_save(kubectl, capsys):

@@ -65,9 +65,9 @@ def test_a_job_is_the_batch_script_in_a_folder_of_its_own_with_the_code(slurm, s
     text = (shared / "mine" / "cluster" / "slurm" / "train.sbatch").read_text()
     assert "#SBATCH --nodes=2" in text and "SUBCOMMAND" in text
     out = capsys.readouterr().out
-    assert "Slurm's job 42" in out and "not compared, as the cluster has no `environment`" in out
+    assert "Slurm's job 42" in out and "not compared, since the cluster has no `environment`" in out
     assert submitted("--name", "mine") == 2
-    assert "its folder already has a job of this name" in capsys.readouterr().err
+    assert "its folder already contains a job of this name" in capsys.readouterr().err
 
 
 def test_the_address_of_a_webhook_never_gets_there(slurm, capsys):
@@ -140,7 +140,7 @@ def test_a_login_node_that_is_not_reached_is_one_message(slurm, clusters, shared
         ("sbatch: error: QOSMaxSubmitJobPerUserLimit", "a limit of your account or QOS is reached"),
         ("sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)",
          "its controller cannot be reached"),
-        ("sbatch: fatal: Could not establish a configuration source", "no Slurm controller is found from here"),
+        ("sbatch: fatal: Could not establish a configuration source", "no Slurm controller can be found from here"),
         ("sbatch: error: invalid partition specified: gpu", "it has no such partition, account or nodes"),
         ("sbatch: error: Batch job submission failed: Requested node configuration is not available", "no such partition"),
         ("sbatch: error: something new", "Slurm reports: sbatch: error: something new"),
@@ -164,7 +164,7 @@ def test_without_slurms_commands_or_room_or_rights_it_is_one_message(stand_ins, 
     assert "the shared folder cannot be written" in capsys.readouterr().err
     clusters(lab={"kind": "slurm", "folder": "/dev/full"})
     full = SlurmJobs(SlurmCluster(name="lab", kind="slurm", folder="/dev"))
-    with pytest.raises(ClusterError, match="you have no space in the shared folder"):
+    with pytest.raises(ClusterError, match="you have no space left in the shared folder"):
         full._refuse(full._shell("echo x >/dev/full"))
 
 
@@ -249,7 +249,7 @@ def test_code_that_does_not_fit_into_the_folder_leaves_nothing(slurm, shared, ca
     slurm.add("python3")
     slurm.answer("^python3", code=1, err="OSError: [Errno 28] No space left on device")
     assert submitted("--name", "mine") == 2
-    assert "you have no space in the shared folder" in capsys.readouterr().err
+    assert "you have no space left in the shared folder" in capsys.readouterr().err
     assert list(shared.iterdir()) == []
 
 
