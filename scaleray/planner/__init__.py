@@ -1,1 +1,1 @@
-"""Memory needs and speed of a training on a cluster that is not available yet: arithmetic only."""
+"""Predict memory and speed of a training on a cluster that is not available yet, by arithmetic alone."""

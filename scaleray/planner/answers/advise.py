@@ -1,7 +1,7 @@
-"""Recommended layout for training on a cluster: all sensible ones are predicted, those that do not fit are dropped with
-the reason, and the rest are ranked.
+"""Recommend a layout for training on a cluster: predict all sensible layouts, drop those that do not fit, with the
+reason, and rank the rest.
 
-The results are predictions, not measurements: each has an interval from the planner's errors on published measurements
+The results are predictions, not measurements. Each has an interval from the planner's errors on published measurements
 (`uncertainty`), and choices whose intervals overlap count as equal.
 """
 
@@ -22,7 +22,7 @@ from scaleray.records.study_record import Estimate
 from scaleray.records.text.units import GIB
 
 TIE = 1.02
-"""Ratio of step times up to which two layouts count as equally fast; the simpler one is then put first."""
+"""Ratio of step times up to which two layouts count as equally fast; the simpler one then ranks first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A layout that was dropped, and why."""
+    """A dropped layout, with the reason."""
 
     layout: Layout
     reason: str
@@ -58,7 +58,7 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """The recommended choice, all others as ranked, and dropped ones."""
+    """All choices as ranked, with the recommended one, and the dropped layouts."""
 
     question: Question
     choices: list[Choice]
@@ -67,7 +67,7 @@ class Advice:
 
     @property
     def best(self) -> Choice:
-        """The recommended choice: the fastest (or smallest) that certainly fits, or the fastest if none does."""
+        """The recommended choice: the fastest (or smallest) one that certainly fits, or the fastest if none does."""
         return self.choices[0]
 
     @property
@@ -113,8 +113,8 @@ def advise(question: Question) -> Advice:
 
 
 def best_of(question: Question) -> Choice | None:
-    """Return only the choice that `advise` recommends; None if `advise` raises. Layouts are predicted in the order of
-    their lowest possible step time, until no other can be the best."""
+    """Return the choice that `advise` would recommend, or None if it would raise. Predicts layouts in the order of
+    their lowest possible step times, until no other can be the best."""
     model, cluster = question.model, question.cluster
     found: dict[Verdict, list[tuple[Layout, MemoryEstimate]]] = defaultdict(list)
     for layout in layouts(question):
@@ -141,8 +141,8 @@ def best_of(question: Question) -> Choice | None:
 
 
 def recommended(choices: Sequence[Choice], *, is_by_time: bool = True) -> Choice:
-    """Return the first of ranked choices that certainly fits, or the first of all if none does. is_by_time: prefer the
-    simplest of equally fast ones."""
+    """Return the first ranked choice that certainly fits, or else the first. is_by_time: prefer the simplest of equally
+    fast choices."""
     safe = [one for one in choices if one.fits == "fits"] or list(choices)
     if not is_by_time:
         return safe[0]
@@ -150,7 +150,7 @@ def recommended(choices: Sequence[Choice], *, is_by_time: bool = True) -> Choice
 
 
 def predict(question: Question, layout: Layout, *, needed: MemoryEstimate | None = None) -> Choice:
-    """Predict one layout of the question, whether it fits or not."""
+    """Predict one layout of the question, even if it does not fit."""
     model, cluster = question.model, question.cluster
     needed = needed or memory(model, layout)
     step = step_time(model, layout, cluster, measured=question.measured, fused_attention=question.fused_attention)
@@ -223,7 +223,7 @@ def _fits_nowhere(question: Question, rejected: list[Rejected]) -> str:
 
 
 def _what_would_fit(question: Question, rejected: list[Rejected]) -> str:
-    """Smallest number of nodes on which the state and one micro-batch fit, or another GPU."""
+    """Advice on what would fit: the smallest number of nodes for the state and one micro-batch, or another GPU."""
     closest = min(rejected, key=lambda one: one.missing_gib)
     unused = [
         name for name in STRATEGIES if name not in question.strategies and (name != "ep" or question.model.num_experts)

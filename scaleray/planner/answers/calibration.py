@@ -1,7 +1,7 @@
-"""Calibration by measurements: ratios of measured to predicted time for compute and collectives, and the actual
-bandwidth of a node's link. A single step time cannot separate compute from communication, so the error is divided in
-the most likely way: the logarithm of each part in proportion to its variance and to its weight in the step (the mode of
-two normal priors on a line). On one GPU all of it is compute."""
+"""Calibrate predictions by measurements: find the ratios of measured to predicted time for compute and collectives, and
+the actual bandwidth of a node's link. A single step time cannot separate compute from communication, so the error is
+divided in the most likely way: the logarithm of each part changes in proportion to its variance and its weight in the
+step (the mode of two normal priors on a line). On one GPU the whole error is compute."""
 
 import math
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from scaleray.planner.cost.step_time import step_time
 from scaleray.planner.models.block_counts import ModelProfile
 
 COMM_DOUBT = 2.5
-"""Standard deviation of the logarithm of communication over that of compute: rates of matrix products are known to 20
-%, networks to a factor of one and a half, the variation among the catalogue's sources."""
+"""Standard deviation of communication's logarithm relative to compute's: rates of matrix products are known to 20 %,
+networks to a factor of 1.5, the variation among the catalogue's sources."""
 PRECISION = 1e-5
-"""Relative error of the step time at which the search for the scales stops: clocks are no more precise."""
+"""Relative error of the step time at which the search for the scales stops, since clocks are not more precise."""
 MOST_COMM = 4.0
-"""Largest factor, up or down, by which communication is scaled; beyond it, the error is not in the network."""
+"""Largest factor, up or down, by which communication is scaled; a larger error is not in the network."""
 
 
 def calibrate(
@@ -32,8 +32,8 @@ def calibrate(
     fused_attention: bool = True,
     constants: Constants = DEFAULT,
 ) -> Measured:
-    """Factors of compute and communication with which the prediction equals a measured step time. The factor of compute
-    is limited to 0.05 to 20: beyond that, the error is not in compute."""
+    """Return the factors of compute and communication with which the prediction equals a measured step time. The factor
+    of compute is limited to 0.05 to 20; a larger error is not in compute."""
     start = (
         Measured()
         if model.has_flops
@@ -69,7 +69,7 @@ def calibrate(
 
 
 def _blame(total_s: Callable[[float, float], float]) -> float:
-    """Logarithm of the communication's scale over that of the compute's."""
+    """Ratio of the logarithm of communication's scale to that of compute's."""
     small = 0.05
     plain = total_s(1.0, 1.0)
     of_compute, of_comm = total_s(1 + small, 1.0) - plain, total_s(1.0, 1 + small) - plain

@@ -1,6 +1,6 @@
-"""Law for a measured scaling curve: the planner's throughput over the number of workers.
+"""Law for a measured scaling curve: the planner's throughput as a function of the number of workers.
 
-Compute is scaled to one measured size. Between the requested sizes, throughput is a power of the number of workers.
+Compute is scaled to one measured size. Between the given sizes, throughput is a power of the number of workers.
 """
 
 import math
@@ -23,7 +23,7 @@ MOST_MISS = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Number of workers and the batch of one step. global_batch_size: samples over all workers."""
+    """Number of workers, and the batch of one step. global_batch_size: samples over all workers."""
 
     workers: int
     global_batch_size: int
@@ -34,11 +34,11 @@ class Size:
 def predicted_throughput(
     model: ModelProfile, layout: Layout, node: Cluster, sizes: Sequence[Size], *, measured_step_s: float
 ) -> Callable[[float], float]:
-    """Return a function from a number of workers to samples/s: interpolated between the `sizes`, constant beyond them.
+    """Return a function from workers to samples/s, interpolated between the `sizes` and constant beyond them.
 
-    layout: the same for all sizes except for its degrees and micro-batches. node: one node of the cluster, with the
-    network between several. measured_step_s: step time of the smallest size. Raises UsageError if the prediction cannot
-    match that step time, or if sizes need an unknown network."""
+    layout: for all sizes, except for its degrees and micro-batches. node: one node of the cluster, with the network
+    between nodes. measured_step_s: step time of the smallest size. Raises UsageError if the prediction cannot match
+    that step time, or if sizes need an unknown network."""
     ordered = sorted(sizes, key=lambda size: size.workers)
     base = ordered[0]
     measured = calibrate(model, _layout(layout, base), _cluster(node, base.workers), measured_step_s)

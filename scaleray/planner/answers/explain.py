@@ -27,9 +27,9 @@ from scaleray.records.text.units import GIB
 
 
 def explain_constants() -> list[str]:
-    """All constants with their values and reasons."""
+    """All constants with their values and explanations."""
     source = inspect.getsource(Constants)
-    lines = ["the planner's constants; fitted ones are repeated by `python -m jobs.planner_evidence fit DATA`", ""]
+    lines = ["the planner's constants; `python -m jobs.planner_evidence fit DATA` refits the fitted ones", ""]
     for name in Constants.__dataclass_fields__:
         match = re.search(rf'    {name}: float = [^\n]+\n    """(.*?)"""', source, re.DOTALL)
         reason = " ".join(match[1].split()) if match else ""
@@ -59,7 +59,7 @@ def explain_intervals() -> list[str]:
     }.items():
         lines.append(f"  {words:<52} {math.exp(-down):.2f} to {math.exp(up):.2f}")
     lines.append(
-        f"  {'a network that was not measured':<52} its share of the step off by a factor of {OF_A_NETWORK:.2g}"
+        f"  {'a network that was not measured':<52} its share of the step wrong by a factor of {OF_A_NETWORK:.2g}"
     )
     return lines
 
@@ -80,7 +80,7 @@ def explain_hardware(name: str) -> list[str]:
 
 
 def explain_layouts(question: Question, *, rows: int) -> list[str]:
-    """The layouts that do not fit, closest first, with their memory by part; and the number of each kind."""
+    """List the layouts that do not fit, closest first, with their memory by part, and the number of each kind."""
     dropped, kept = [], Counter[str]()
     for layout in layouts(question):
         needed = memory(question.model, layout)

@@ -1,4 +1,4 @@
-"""Candidate layouts of a question: all that divide its GPUs and its batch, whether they fit or not."""
+"""Candidate layouts of a question: all that divide its GPUs and its batch, even if they do not fit."""
 
 from collections.abc import Iterator
 
@@ -10,8 +10,8 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def layouts(question: Question) -> Iterator[Layout]:
-    """Yield all layouts of the question: degrees whose product is the number of GPUs, times micro-batches that divide
-    the batch, times types of recomputation and sharding."""
+    """Yield all layouts of the question: every combination of degrees whose product is the number of GPUs,
+    micro-batches that divide the batch, and types of recomputation and sharding."""
     num_gpus, model = question.cluster.num_gpus, question.model
     is_wide = question.precision in ("fp32", "tf32")
     for tensor in _tensor_degrees(question):
@@ -66,7 +66,7 @@ def _pipeline_degrees(question: Question, rest: int) -> list[int]:
 
 
 def _expert_degrees(question: Question, ranks: int) -> list[int]:
-    """Expert parallel degrees to try: 1, with all experts on each rank, and its doublings that divide both the experts
+    """Expert parallel degrees to try: 1, with all experts on each rank, and powers of two that divide both the experts
     and a stage's `ranks`."""
     experts = question.model.num_experts
     if not experts or "ep" not in question.strategies:

@@ -1,9 +1,9 @@
-"""Corrections from a team's own measured steps: ratios of measured to predicted time for compute and collectives; and
-whether they improve predictions of held-out steps.
+"""Learn corrections from a team's own measured steps: ratios of measured to predicted time for compute and collectives,
+which must improve predictions of held-out steps.
 
-The two factors are the most likely ones: errors of a step's logarithm are `NOISE`, and the factors' prior is one,
-within `DOUBT`. They are validated on held-out points: each study by all others, or each point if there is only one
-study. They are used only if they help there.
+The two factors are the most likely ones, if the error of a step's logarithm is `NOISE` and the factors' prior is 1
+within `DOUBT`. They are validated on held-out points: each study is predicted from all others, or each point if there
+is only one study. They are used only if they help there.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from scaleray.planner.models.block_counts import ModelProfile
 NOISE = 0.15
 """Standard deviation of the logarithm of measured over predicted steps near a measured one, as in `uncertainty`."""
 DOUBT = (1.0, 0.5)
-"""Prior standard deviations of the logarithms of both factors: wide for compute, as rates of processors are known only
-to an order of magnitude; for communication the variation among catalogues."""
+"""Prior standard deviations of the logarithms of both factors: wide for compute, since rates of CPUs are known only to
+an order of magnitude; for communication, the variation among catalogues."""
 MOST_COMPUTE = 20.0
-"""Largest factor, up or down, by which compute is scaled; beyond it, the error is not in its rate."""
+"""Largest factor, up or down, by which compute is scaled; a larger error is not in its rate."""
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Errors of step times as shares: median and largest."""
+    """Median and largest relative error of step times."""
 
     median: float
     largest: float
@@ -54,8 +54,8 @@ class Errors:
 
 @dataclass(frozen=True)
 class Lesson:
-    """Learned corrections. points: the ones used. before and after: errors on held-out points; after is None if there
-    are too few. is_used: whether the factors are applied because they help there.
+    """Learned corrections. points: those from which they were learned. before, after: errors on held-out points; after
+    is None if there are too few points.
     """
 
     measured: Measured
@@ -68,27 +68,27 @@ class Lesson:
 
     @property
     def is_used(self) -> bool:
-        """Whether the factors predict held-out points better than data sheets do."""
+        """Whether to use the factors, since they predict held-out points better than data sheets do."""
         return self.after is not None and self.after.median < self.before.median
 
     def lines(self) -> list[str]:
-        """Lines on the learned corrections, and how much they improve predictions."""
+        """Lines on the learned corrections and how much they improve predictions."""
         studies = len({point.study for point in self.points})
         whose = "this model" if self.is_of_model else "other models"
         number = f"{studies} studies" if studies != 1 else "1 study"
         taught = f"{quantity(len(self.points), 'point')} in {number} of {whose}"
         factors = f"compute x {self.measured.compute_scale:.3g}, communication x {self.measured.comm_scale:.3g}"
         if self.after is None:
-            return [f"learned nothing from {taught}: at least two are needed, to check one against the other"]
-        errors = f"median error of a step {self.before} by data sheets, {self.after} learned; {self.left_out}"
+            return [f"learned nothing from {taught}: at least two are needed, so that one can test the other"]
+        errors = f"median error of a step: {self.before} from data sheets, {self.after} as learned; {self.left_out}"
         if self.is_used:
             return [f"learned from {taught}: {factors}", errors]
         return [f"learned from {taught}, but not used: predictions did not improve", errors]
 
 
 def learn(known: TeamPoints, model: ModelProfile, cluster: Cluster, *, key: str | None, catalogue: Catalogue) -> Lesson:
-    """Return corrections from the points on the cluster's type of GPU, only those of the same model if there are any.
-    key: that of the planned model, None if it is not the team's own. Raises UsageError without such points.
+    """Return corrections from the points on the cluster's type of GPU, using only the same model's points if there are
+    any. key: of the planned model, None if it is not the team's own. Raises UsageError without such points.
     """
     on_gpu = [point for point in known.points if point.gpu == cluster.gpu.name]
     if not on_gpu:
@@ -118,7 +118,7 @@ def learn(known: TeamPoints, model: ModelProfile, cluster: Cluster, *, key: str 
 
 
 class _Asked:
-    """A point as a question to the planner."""
+    """A measured point as a question to the planner."""
 
     def __init__(self, point: TeamPoint, model: ModelProfile, catalogue: Catalogue) -> None:
         self.point, self.model = point, model

@@ -1,6 +1,6 @@
 """A step measured on a few GPUs, to which a plan's compute is scaled.
 
-Read from a study's record (its smallest point) or a run's, or given directly.
+It comes from the record of a study (its smallest point) or a run, or is given directly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from scaleray.records.sweep_record import SweepRecord
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """A step time with the layout with which it was measured; its precision is set to the plan's."""
+    """A measured step time with its layout, whose precision is set to the plan's."""
 
     step_time_s: float
     num_gpus: int
@@ -38,9 +38,9 @@ class Measurement:
 
 def read_measurement(path: Path) -> Measurement | None:
     """Read the smallest point of a study's record, or a run's record; a folder means its record.json. None for a sweep,
-    whose trials share their machines.
+    whose trials share machines.
 
-    Raises UsageError if the file is neither, or has no step time.
+    Raises UsageError if the file is not a record, or has no step time.
     """
     try:
         record = read_record(path)
@@ -63,9 +63,9 @@ def read_measurement(path: Path) -> Measurement | None:
 def measurement_of(
     found: Measurement, model: ModelProfile, cluster: Cluster, *, precision: str, fused_attention: bool
 ) -> tuple[Measured, Cluster]:
-    """Return the scale of the compute, and the cluster with the link measured by the next larger point on a node.
+    """Return the scale of the compute, and the cluster with its link as measured by the next larger point on a node.
 
-    Raises ConfigError unless it was measured on GPUs of the cluster's type.
+    Raises ConfigError unless the measurement ran on GPUs of the cluster's type.
     """
     if found.num_gpus > cluster.gpus_per_node:
         raise ConfigError.problem(
@@ -88,7 +88,7 @@ def measurement_of(
 
 
 def anchor_of(found: Measurement, cluster: Cluster, catalogue: Catalogue) -> Anchor:
-    """Return the measured point for the intervals, on the cluster's type of GPU if the record does not have one.
+    """Return the measured point for the intervals, assuming the cluster's type of GPU if the record has none.
 
     A GPU that is not in the catalogue keeps the name from the record."""
     gpu = cluster.gpu.name

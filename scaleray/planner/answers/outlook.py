@@ -1,6 +1,6 @@
 """Best layouts on fewer and more GPUs: the curve, its limit, and whether the next doubling is worthwhile.
 
-The global batch is constant (strong scaling), as in a run; each size has the best layout of the same strategies.
+The global batch is constant (strong scaling), as in a run. Each size uses the best layout of the same strategies.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from scaleray.records.study_record import Estimate
 WORTH_IT = 1.6
 """Smallest gain in throughput that justifies twice the GPUs; below it, more than a fifth of the ideal is lost."""
 ROUNDING = 1e-3
-"""Largest difference between values that are printed alike."""
+"""Largest difference between values that look equal when printed."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,17 @@ class Outlook:
 
     points: list[CurvePoint]
     alone: Choice
-    """The fastest layout on one GPU with unlimited memory: the reference of efficiency. The smallest size that fits is
-    not used: lack of memory may slow it, and larger ones would exceed 100 %."""
+    """The fastest layout on one GPU with unlimited memory, to which efficiency refers. The smallest size that fits
+    would not do: lack of memory may slow it down, so that larger sizes would exceed 100 %."""
     limit: str
     doubling: str
     doubling_gain: float | None
     remarks: tuple[str, ...] = ()
-    """Remarks on values that look impossible: superlinear gains, and their reasons."""
+    """Remarks that explain values that look impossible, such as superlinear gains."""
 
 
 def outlook(advice: Advice) -> Outlook:
-    """Return the curve around an advice, without sizes on which no layout fits or the batch cannot be divided."""
+    """Return the curve around an advice, omitting sizes on which no layout fits or the batch cannot be divided."""
     question = advice.question
     found: list[tuple[int, Choice]] = []
     for cluster in sizes(question.cluster):
@@ -70,7 +70,7 @@ def outlook(advice: Advice) -> Outlook:
 
 
 def alone(question: Question) -> Choice:
-    """The fastest layout of the question's batch on one of its GPUs, whether it fits or not."""
+    """The fastest layout of the question's batch on one of its GPUs, even if it does not fit."""
     one = replace(question.cluster, gpus_per_node=1, num_nodes=1, network=None)
     asked = replace(question, cluster=one, strategies=("ddp",))
     return min((predict(asked, layout) for layout in layouts(asked)), key=lambda choice: choice.step_time_s.value)
@@ -153,8 +153,8 @@ def _doubling_words(question: Question, gain: float | None) -> str:
 
 
 def remarks_on(points: list[CurvePoint], lone: Choice) -> Iterator[str]:
-    """Remarks on every size with an efficiency over 1, and on every step to a size whose gain exceeds that of the added
-    GPUs."""
+    """Remarks on every size with an efficiency over 1, and on every step to a larger size that gains more than the
+    added GPUs."""
     for point in points:
         if point.efficiency > 1 + ROUNDING:
             yield f"efficiency over 100 % on {point.num_gpus} GPUs: {_saved(lone, point.choice)}"
@@ -165,7 +165,7 @@ def remarks_on(points: list[CurvePoint], lone: Choice) -> Iterator[str]:
 
 
 def _saved(before: Choice, after: Choice) -> str:
-    """Description of the part of a step that saves most GPU seconds per sample from `before` to `after`."""
+    """Description of the part of a step that saves the most GPU seconds per sample from `before` to `after`."""
 
     def gpu_seconds(choice: Choice) -> dict[str, float]:
         parts = choice.step.parts()

@@ -31,11 +31,11 @@ class Question:
     learned: tuple[str, ...] = ()
     """Corrections from a team's own points, as text."""
     input_samples_per_s: float | None = None
-    """Samples per second that the input pipeline of one node delivers; None: enough."""
+    """Samples per second that the input pipeline of one node delivers; None if it is no limit."""
     config: RunConfig | None = None
-    """The config that is planned, if any, for which `scaleray train` may refuse layouts."""
+    """The planned config, if any, with which `scaleray train` may refuse layouts."""
     rank_by: str = "throughput"
-    """`throughput` (also for cost and time), or `memory`. `time-to-target` compares batch sizes, too (`to_target`)."""
+    """`throughput` (also for cost and time), or `memory`. `time-to-target` also compares batch sizes (`to_target`)."""
 
     def __post_init__(self) -> None:
         if self.rank_by not in RANKINGS:
@@ -50,5 +50,5 @@ class Question:
                 "model",
                 self.model.name,
                 "only its size is known, not its operations",
-                "give a measured step: --step-time, --micro-batch",
+                "give a measured step with --step-time and --micro-batch",
             )

@@ -1,4 +1,4 @@
-"""A team's own measured steps as training data for the planner: the counted costs of each model, and a point for each
+"""A team's own measured steps, from which the planner learns: the counted costs of each model, and a point for each
 measured number of workers."""
 
 import json
@@ -26,7 +26,7 @@ STATE_BYTES = {"sgd": 4, "lars": 4}
 
 @dataclass(frozen=True, kw_only=True)
 class TeamPoint:
-    """One measured step. study: name of the study that measured it; points of one study were measured together."""
+    """One measured step. study: name of the study that measured it; points of the same study were measured together."""
 
     study: str
     model: str
@@ -63,7 +63,7 @@ class TeamPoint:
         )
 
     def cluster(self, catalogue: Catalogue = CATALOGUE) -> Cluster:
-        """Hardware of a point, assumed to be the usual machine of this type. Raises UsageError for an unknown GPU, and
+        """Hardware of a point, assumed to be the usual machine with this GPU. Raises UsageError for an unknown GPU, and
         for several nodes with an unknown network.
         """
         gpu = catalogue.find_gpu(self.gpu)
@@ -82,20 +82,19 @@ class TeamPoint:
 
 @dataclass(frozen=True)
 class TeamPoints:
-    """Points with the costs of their models by key. skipped: unusable measurements, with reasons."""
+    """Points, with the costs of their models by key. skipped: unusable measurements, with reasons."""
 
     points: tuple[TeamPoint, ...]
     models: Mapping[str, WorkloadProfile]
     skipped: tuple[str, ...] = field(default=(), compare=False)
 
     def profile(self, key: str) -> ModelProfile:
-        """The model of a key in the planner's terms."""
+        """The model with this key, in the planner's form."""
         return from_workload(self.models[key], name=key)
 
 
 def points_of(records: Sequence[StudyRecord]) -> TeamPoints:
-    """Return the points of these studies for the planner: each measured point once, with the costs of its model if
-    counted."""
+    """Return these studies' points for the planner, each measured point once, with its model's costs if counted."""
     points: dict[str, TeamPoint] = {}
     models: dict[str, WorkloadProfile] = {}
     skipped: list[str] = []
@@ -140,7 +139,9 @@ def _check_config(config: Mapping[str, Any]) -> None:
         raise UsageError("compression.name", method, "the cost of compression is unknown")
     tuning = config.get("fine_tuning") or {}
     if tuning.get("lora_rank") or tuning.get("freeze"):
-        raise UsageError.problem("fine_tuning", "freezes parameters: the planner counts a gradient for every parameter")
+        raise UsageError.problem(
+            "fine_tuning", "freezes parameters, but the planner counts a gradient for each of them"
+        )
 
 
 def _why_not(point: Point) -> str:

@@ -1,7 +1,7 @@
-"""Training time to a target for each batch size and number of GPUs, and the best trade-offs. A larger batch uses more
-GPUs well but needs more samples for the same progress; the caller provides their number, from the gradient noise
-(`training.noise.statistical_efficiency`), which the planner does not compute. Interruptions and checkpoints lengthen
-the wall time (`checkpoint_stalls`)."""
+"""Training time to a target for each batch size and number of GPUs, and the best trade-offs. A larger batch makes good
+use of more GPUs but needs more samples for the same progress. The caller provides the number of samples, derived from
+the gradient noise (`training.noise.statistical_efficiency`). Interruptions and checkpoints lengthen the wall time
+(`checkpoint_stalls`)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16)
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A batch size on a number of GPUs, with its best layout. Times are of the whole training, with checkpoints and
+    """A batch size on a number of GPUs, with its best layout. Times are for the whole training, with checkpoints and
     interruptions."""
 
     num_gpus: int
@@ -33,7 +33,7 @@ class Way:
     cost: float | None
     time_ratio: float
     is_trusted: bool
-    """Whether the gradient noise was measured near this batch size; the step time has a separate flag, in `choice`."""
+    """Whether the gradient noise was measured near this batch size; `choice` has a separate flag for the step time."""
     is_on_frontier: bool = False
     """Whether no other way takes both less time and fewer GPU hours."""
 
@@ -63,10 +63,10 @@ def ways_to(
     is_asynchronous: bool = True,
     all_sizes: bool = True,
 ) -> list[Way]:
-    """Return the best layout of every batch size, on the cluster and on smaller and larger ones of its type; fastest
+    """Return the best layout of every batch size on the cluster and on smaller and larger clusters of its type, fastest
     first.
 
-    Raises ConfigError if no batch size works on any of them.
+    Raises ConfigError if no batch size works on any of these clusters.
     """
     own = _ways(target, question, interval_s=interval_s, is_asynchronous=is_asynchronous)
     found = list(own)
@@ -86,8 +86,8 @@ def ways_to(
 
 
 def best_way(ways: Iterable[Way], *, num_gpus: int) -> Way | None:
-    """The fastest way on a number of GPUs, among those that certainly fit and those with reliable gradient noise, if
-    there are any."""
+    """The fastest way on this number of GPUs, preferring those that certainly fit and those with reliable gradient
+    noise."""
     own = [way for way in ways if way.num_gpus == num_gpus]
     own = [way for way in own if way.choice.fits == "fits"] or own
     return min([way for way in own if way.is_trusted] or own, key=_time, default=None)
@@ -136,8 +136,8 @@ def _way(
 
 
 def _marked(ways: Sequence[Way]) -> list[Way]:
-    """The ways sorted by time, with the frontier of time and GPU hours marked: each way that needs fewer GPU hours than
-    all before it."""
+    """The ways sorted by time, marking the frontier of time and GPU hours: each way that needs fewer GPU hours than all
+    faster ones."""
     made, least = [], float("inf")
     for way in sorted(ways, key=lambda one: (one.hours.value, one.gpu_hours)):
         made.append(replace(way, is_on_frontier=way.gpu_hours < least))

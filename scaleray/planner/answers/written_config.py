@@ -17,12 +17,11 @@ PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "tf32": "fp32", "f
 
 
 ENOUGH_SAMPLES = 2**40
-"""Size of a training split on which no check depends."""
+"""Size of a training split that passes all checks."""
 
 
 def refusal(layout: Layout, question: Question) -> str:
-    """Return why `scaleray train` would refuse the layout, for the question's config if it has one; empty: it would
-    not."""
+    """Return why `scaleray train` would refuse the layout with the question's config, if any; empty if it would not."""
     try:
         keys = config_keys(layout, question)
     except ConfigError as exc:
@@ -32,7 +31,7 @@ def refusal(layout: Layout, question: Question) -> str:
 
 
 def _error(question: Question, keys: Mapping[str, Mapping[str, Any]]) -> str:
-    """The error of the question's config with these sections; empty: none."""
+    """Error of the question's config with these sections; empty if there is none."""
     if question.config is None:
         return ""
     given = question.config.model_dump(exclude_unset=True)
@@ -49,7 +48,7 @@ def _error(question: Question, keys: Mapping[str, Mapping[str, Any]]) -> str:
 def config_keys(layout: Layout, question: Question) -> dict[str, Any]:
     """Return the sections of a config with which `scaleray train` uses the layout.
 
-    question: its config may count the batch in tokens. Raises ConfigError for experts that cannot be divided.
+    question: its config may count the batch in tokens. Raises ConfigError if experts cannot be divided this way.
     """
     strategy = _strategy(layout)
     in_tokens = question.config is not None and question.config.batch.unit == "tokens"
@@ -57,7 +56,7 @@ def config_keys(layout: Layout, question: Question) -> dict[str, Any]:
         raise ConfigError(
             "layout",
             layout.describe(),
-            "scaleray train divides experts over the workers of fsdp alone",
+            "scaleray train divides experts only over the workers of fsdp",
             "plan with --strategies fsdp,ep, or without ep",
         )
     keys: dict[str, Any] = {
@@ -87,7 +86,7 @@ def config_keys(layout: Layout, question: Question) -> dict[str, Any]:
 
 
 def layout_options(layout: Layout, question: Question) -> list[str]:
-    """Return the layout as options of `scaleray train` for a config that already has the batch, the precision and the
+    """Return the layout as options of `scaleray train` for a config that already sets the batch, the precision and the
     workers."""
     known = known_keys()
     keys = {
@@ -112,7 +111,7 @@ _ACTIVATIONS: dict[str, dict[str, Any]] = {
 
 
 def _degrees(layout: Layout) -> Degrees:
-    """The degrees of the layout; experts over GPUs that only tensor parallelism has are not divided."""
+    """Degrees of the layout. Experts are not divided over GPUs that belong only to tensor parallelism."""
     # in a pipeline gathered and reduced once per step, as the planner assumes for ZeRO-1
     is_whole = layout.sharding == "none" or _strategy(layout) == "zero1"
     shard = 1 if is_whole else layout.shard if layout.shard > 1 else layout.data

@@ -1,1 +1,1 @@
-"""`scaleray plan`: question, answer, config and record of a plan."""
+"""`scaleray plan`: the question, answer, config and record of a plan."""

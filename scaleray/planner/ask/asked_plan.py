@@ -1,4 +1,4 @@
-"""The planner's question from the options of `scaleray plan`: model, cluster, batch, and measurements."""
+"""Make the planner's question from the options of `scaleray plan`: model, cluster, batch and measurements."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 OPTIMIZER_BYTES = {"adam": 8, "adamw": 8, "lamb": 8, "sgd": 0, "momentum": 4, "lars": 4}
 TRACKING = "tracking"
-"""Value of --learn for the team's MLflow, where scaleray records by default."""
+"""Value of --learn for the MLflow in which scaleray records by default."""
 USUAL_TOKENS = 4_000_000
 """Default tokens of a step for a transformer by name: those of Llama 2 (Touvron et al. 2023, arXiv:2307.09288, section
 2)."""
@@ -49,7 +49,7 @@ def question_of(
     overrides: Sequence[str] = (),
     cluster: Cluster | None = None,
 ) -> Question:
-    """Return the question to the planner. cluster: None is that of the options. Raises ConfigError or UsageError if an
+    """Return the question to the planner. cluster: None for that of the options. Raises ConfigError or UsageError if an
     input is missing, unknown or impossible."""
     if overrides and config is None:
         raise ConfigError.problem(
@@ -109,7 +109,7 @@ def _measurement(options: LayoutOptions) -> Measurement | None:
         return None
     if not step_time > 0 or not micro_batch or micro_batch < 1:
         raise ConfigError.problem(
-            "--step-time and --micro-batch", "must both be given and positive: they describe one step on one GPU"
+            "--step-time and --micro-batch", "must both be given and positive, since they describe one step on one GPU"
         )
     return Measurement(step_time_s=step_time, num_gpus=1, layout=Layout(micro_batch=micro_batch))
 
@@ -117,7 +117,7 @@ def _measurement(options: LayoutOptions) -> Measurement | None:
 def _cluster(options: LayoutOptions, catalogue: Catalogue) -> Cluster:
     text, here, address, network = options.cluster, options.here, options.address, options.network
     if address is not None and not here:
-        raise ConfigError("--address", address, "it applies only to --here", "add --here")
+        raise ConfigError("--address", address, "it applies only with --here", "add --here")
     if network is not None and address is None:
         raise ConfigError(
             "--network", network, "it needs --here and --address", "--cluster takes net=, as in h100:8x16,net=8x400G"
@@ -150,7 +150,7 @@ def _model(
 
 
 def _batch_of(config: RunConfig | None, model: ModelProfile, num_gpus: int) -> int:
-    """Samples of a step: the config's, or a default: a multiple of the GPUs near USUAL_TOKENS, or USUAL_SAMPLES per
+    """Samples of a step: the config's, or by default a multiple of the GPUs near USUAL_TOKENS, or USUAL_SAMPLES per
     GPU."""
     if config is None:
         each = USUAL_TOKENS / model.tokens_per_sample / num_gpus if model.tokens_per_sample > 1 else USUAL_SAMPLES
@@ -180,8 +180,8 @@ def _lesson(
 
 
 def _used(lesson: Lesson) -> tuple[Measured | None, Anchor | None]:
-    """Return the factors for the plan, and the nearest point of its own model, if any, to narrow the intervals; None if
-    they predict no better than data sheets."""
+    """Return the factors for the plan, and its model's nearest point, if any, to narrow the intervals; None if they do
+    not predict better than data sheets."""
     if not lesson.is_used:
         return None, None
     nearest = lesson.nearest

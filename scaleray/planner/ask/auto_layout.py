@@ -1,4 +1,4 @@
-"""`parallel: auto`: the planner's layout for the workers of a run, in place of degrees in its config."""
+"""`parallel: auto`: the planner's layout for the workers of a run, instead of degrees in its config."""
 
 import os
 import sys
@@ -14,9 +14,9 @@ from scaleray.config.parallel import AUTO
 from scaleray.errors import ConfigError
 
 CHOSEN = ("strategy", "parallel", "batch", "activations", "pipeline", "tensor", "fsdp")
-"""Sections whose keys the planner chooses, except for those that the config has."""
+"""Sections whose keys the planner chooses, unless the config sets them."""
 FOLLOWED = ("strategy.name", "batch.micro_size", "activations.checkpointing")
-"""Keys to whose values in the config the choice of layouts is limited."""
+"""Keys that limit the choice of layouts if the config sets them."""
 
 
 def load_planned(path: Path | None, overrides: Sequence[str]) -> RunConfig:
@@ -26,7 +26,7 @@ def load_planned(path: Path | None, overrides: Sequence[str]) -> RunConfig:
 
     def planned(config: RunConfig) -> Mapping[str, Any]:
         if path is None:
-            raise ConfigError("parallel", AUTO, "the planner counts the workload of a file", "give the config with -c")
+            raise ConfigError("parallel", AUTO, "the planner counts a config's workload", "give the config with -c")
         return _planned(config, path, overrides, os.environ.get("RAY_ADDRESS"))
 
     return load_config(path, flags=overrides, planned=planned)
@@ -74,7 +74,7 @@ def _planned(config: RunConfig, path: Path, overrides: Sequence[str], address: s
 
 
 def _given(config: RunConfig, key: str, otherwise: Any) -> Any:
-    """The value of a key in the config, or `otherwise` if it has none."""
+    """The config's value of a key, or `otherwise` if it has none."""
     section, _, name = key.partition(".")
     settings = getattr(config, section)
     value = getattr(settings, name) if name in settings.model_fields_set else None
@@ -82,7 +82,7 @@ def _given(config: RunConfig, key: str, otherwise: Any) -> Any:
 
 
 def _of_workers(cluster: Cluster, workers: int) -> Cluster:
-    """The part of the cluster that the workers use, evenly over its nodes; processors may have several workers."""
+    """The part of the cluster that the workers use, evenly over its nodes; a CPU may have several workers."""
     most = max(cluster.gpus_per_node, -(-workers // cluster.num_nodes))
     per_node = max(number for number in range(1, most + 1) if workers % number == 0)
     return replace(cluster, gpus_per_node=per_node, num_nodes=workers // per_node)

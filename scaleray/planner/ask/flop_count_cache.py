@@ -1,4 +1,4 @@
-"""Counts of a workload's operations, made in a separate process and cached."""
+"""Count a workload's operations in a separate process, and cache the result."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ COUNTING_LIMIT_S = 600
 
 
 def counted(config: RunConfig, path: Path, overrides: Sequence[str]) -> ModelProfile:
-    """Return the workload's profile; the process that counts it imports torch. Raises UsageError."""
+    """Return the workload's profile. Only the process that counts imports torch. Raises UsageError."""
     kept = cache_folder("profiles") / f"{_fingerprint(config, path)}.json"
     if not kept.exists():
         command = [sys.executable, "-m", "scaleray.launch.flop_count_process", str(path)]
@@ -43,8 +43,8 @@ def counted(config: RunConfig, path: Path, overrides: Sequence[str]) -> ModelPro
 
 
 def _fingerprint(config: RunConfig, path: Path) -> str:
-    """Hash of the profile's inputs: the workload's arguments, its file and neighbours, the precision, and the counting
-    method."""
+    """Hash of the inputs to the profile: the workload's arguments, its file and neighbours, the precision, and the
+    counting method."""
     from scaleray import __version__
 
     facts: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Answer of `scaleray plan`: the ranked layouts, the outlook, the ways to a target, and the cost of checkpoints."""
+"""Answer of `scaleray plan`: ranked layouts, the outlook, the ways to a target, and the cost of checkpoints."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from scaleray.planner.cost.checkpoint_stalls import CheckpointCost, checkpoint_c
 
 @dataclass(frozen=True)
 class Answer:
-    """Result of one plan. found: length of the training, and the ways to its target if requested. checkpoints: their
-    cost if requested."""
+    """Result of one plan. found: length of the training and, if requested, the ways to its target. checkpoints: their
+    cost, if requested."""
 
     advice: Advice
     seen: Outlook

@@ -23,7 +23,7 @@ class LayoutOptions:
     here: bool = False
     """The GPUs of this machine instead of --cluster."""
     address: str | None = None
-    """With --here: the GPUs of the Ray cluster at this address (host:port, ray://host:port or auto) instead."""
+    """With --here: use the GPUs of the Ray cluster at this address (host:port, ray://host:port or auto)."""
     network: str | None = None
     """Network between that cluster's nodes, which Ray does not report: a name, 100G or 8x400G; default: the usual
     one."""
@@ -52,7 +52,7 @@ class LayoutOptions:
     from_run: File | None = None
     """Record of a run or study, whose smallest point replaces --step-time; or of a sweep."""
     learn: str | None = None
-    """The team's own points for corrections of the data sheets: tracking, or MLflow's URI. The plan shows the
+    """Source of the team's own points that correct the data sheets: tracking, or MLflow's URI. The plan shows the
     improvement on held-out points."""
     input_rate: float | None = None
     """Samples per second that the input pipeline of one node delivers."""

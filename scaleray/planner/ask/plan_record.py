@@ -1,4 +1,4 @@
-"""A plan as a record and as an experiment in the registry: checked against the team's policy, recorded on request."""
+"""A plan as a record, and as an experiment that is checked against the team's policy and recorded on request."""
 
 from __future__ import annotations
 
@@ -134,9 +134,9 @@ def _way(way: Way) -> dict[str, Any]:
 
 
 def registered(answer: Answer, *, record: bool, command: str) -> str | None:
-    """Return the MLflow page of the plan, if recorded: with `record`, and always under a team policy.
+    """Return the plan's page in MLflow, if it is recorded: with `record`, and always under a team policy.
 
-    Raises ConfigError for a plan that breaks the policy, TrackingError if MLflow cannot be used.
+    Raises ConfigError for a plan that violates the policy, TrackingError if MLflow cannot be used.
     """
     whole = answer.advice.question.config
     tracking = whole.tracking if whole is not None else _tracking_of_environment()

@@ -1,4 +1,4 @@
-"""`scaleray plan --rank time-to-target`: samples needed by each batch size, from the options or from a record with
+"""`scaleray plan --rank time-to-target`: samples that each batch size needs, from the options or from a record with
 measured gradient noise."""
 
 import dataclasses
@@ -30,8 +30,8 @@ class Learned:
 class Asked:
     """Length of the training for a plan.
 
-    samples: samples of the whole training, if known. ways: batch sizes and numbers of GPUs with their times, if
-    requested, with `words` on the source of the target."""
+    samples: samples of the whole training, if known. ways: if requested, batch sizes and numbers of GPUs with their
+    times; `words` names the source of the target."""
 
     samples: float | None
     ways: Sequence[Way] = ()
@@ -39,8 +39,8 @@ class Asked:
 
 
 def ways_and_samples(question: Question, options: PlanOptions) -> tuple[Question, Asked]:
-    """Return samples of the training and the ways to its target; with `--rank time-to-target` the question gets the
-    batch size of the best way.
+    """Return the samples of the training and the ways to its target; with `--rank time-to-target`, the question gets
+    the best way's batch size.
 
     Raises ConfigError for options without effect, and the errors of `target_of`.
     """
@@ -124,7 +124,7 @@ def read_learned(path: Path) -> Learned:
 
 
 def _of_sweep(trials: Sequence[Trial]) -> Learned:
-    """Facts from a sweep; for each batch size, the trial that reached the target with the fewest samples is used."""
+    """Facts from a sweep, using the trial of each batch size that reached the target with the fewest samples."""
     samples: dict[int, float] = {}
     noises: dict[int, Noise] = {}
     for trial in trials:
@@ -149,8 +149,8 @@ def _of_run(record: RunRecord) -> Learned:
 
 
 def _noise(size: int, scale: float | None, low: float | None, high: float | None) -> Noise | None:
-    """The noise scale of a record, in which None is infinite: a scale without a value but with a lower end was too
-    large to be resolved."""
+    """Noise scale of a record, in which None means infinite: a scale with a lower end but no value was too large to
+    resolve."""
     if scale is None and low is None:
         return None
     value = math.inf if scale is None else float(scale)

@@ -15,7 +15,7 @@ from scaleray.records.study_record import StudyRecord
 
 
 def points_in_mlflow(uri: str | None = None) -> TeamPoints:
-    """Return the points of all studies in MLflow, from the studies' records, without invalid or changed ones."""
+    """Return the points of all studies in MLflow from their records, except invalid or changed studies."""
     store = resolve_uri(uri)
     found = read_experiments(uri, kinds=["study", "point"])
     unusable = {one.run_id: one for one in found if one.kind == "point" and not one.is_usable}

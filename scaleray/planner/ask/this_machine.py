@@ -1,5 +1,5 @@
-"""The available hardware as a cluster: this machine, with the GPUs reported by the driver or else its processors; or
-the nodes of a Ray cluster.
+"""The available hardware as a cluster: this machine, with the GPUs that the driver reports or else its CPUs, or the
+nodes of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ USUAL_NETWORK = "10G"  # of machines without GPUs, and slow rather than fast
 
 
 def this_machine(catalogue: Catalogue, *, has_gpus: bool = True) -> Cluster:
-    """Return the GPUs, of one type, with their link, as reported by the driver, or else the processors. has_gpus: False
-    for workers without any. Raises ClusterError if GPUs differ."""
+    """Return this machine with the GPUs and link that the driver reports, or else with its CPUs. has_gpus: False for
+    workers without GPUs. Raises ClusterError if the GPUs differ."""
     if not has_gpus:
         return _processors(catalogue, "the workers have no GPUs")
     try:
@@ -76,11 +76,11 @@ def ray_cluster(address: str, catalogue: Catalogue, *, network: str | None = Non
 def cluster_of_nodes(
     nodes: Sequence[Node], catalogue: Catalogue, *, network: str | None = None, has_gpus: bool = True
 ) -> Cluster:
-    """Combine nodes with GPUs of one type and number, or without any GPU the processors of all. Ray reports neither
-    links nor networks: those of the usual machine are assumed, unless `network` is given. has_gpus: False for workers
-    without any.
+    """Combine nodes with the same type and number of GPUs or, if there are none, the CPUs of all nodes. Ray reports
+    neither links nor networks, so those of the usual machine are assumed, unless `network` is given. has_gpus: False
+    for workers without GPUs.
 
-    Raises ClusterError if nodes differ, or for several without a network; UsageError for a GPU that is not in the
+    Raises ClusterError if nodes differ, or if several have no known network; UsageError for a GPU that is not in the
     catalogue.
     """
     with_gpus = [node for node in nodes if has_gpus and node.resources.get("GPU", 0) >= 1]
@@ -119,7 +119,7 @@ def cluster_of_nodes(
 
 
 def _accelerator(node: Node) -> str:
-    """The GPU's name in the catalogue's form: Ray writes A100-80G for 80 GB."""
+    """The GPU's name in the catalogue's form, since Ray writes A100-80G for 80 GB."""
     name = next((key.partition(":")[2] for key in node.resources if key.startswith("accelerator_type:")), "")
     return re.sub(r"-(\d+)G$", r"-\1GB", name or node.labels.get("ray.io/accelerator-type", ""))
 

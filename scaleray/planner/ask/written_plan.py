@@ -48,22 +48,22 @@ def write_config(advice: Advice, config: Path | None, path: Path) -> list[str]:
         lines.append(f"  {why_not}")
     if chosen.fits != "fits":
         lines.append(
-            "  it may not fit: no layout that scaleray train can run certainly does;  "
+            "  it may not fit: no layout that scaleray train can run certainly does; "
             "memory.on_out_of_memory halve may help"
         )
     if chosen.layout.checkpointing == "alternate":
         lines.append(
-            "  recompute alternate is written as activations.checkpointing selective,  "
+            "  recompute alternate is written as activations.checkpointing selective, "
             "which keeps every matrix product and needs more memory; full is safe"
         )
     if config is None:
-        lines.append("  add workload.name, or plan with -c, for scaleray train to run it")
+        lines.append("  add workload.name, or plan with -c, so that scaleray train can run it")
     return lines
 
 
 def runnable(advice: Advice) -> tuple[Choice, str]:
-    """Return the best choice that `scaleray train` accepts, one that certainly fits if possible, and why it refuses the
-    recommended one, if it does. Raises ConfigError if it accepts none."""
+    """Return the best choice that `scaleray train` accepts, if possible one that certainly fits, and the reason if it
+    refuses the recommended one. Raises ConfigError if it accepts none."""
     first = ""
     for choice in sorted(advice.choices, key=lambda one: one.fits != "fits"):
         why = refusal(choice.layout, advice.question)

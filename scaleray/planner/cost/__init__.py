@@ -1,1 +1,1 @@
-"""Cost of one step with a layout: memory, compute, communication, and the uncertainty of each."""
+"""Cost of one step of a layout: memory, compute and communication, with their uncertainty."""

@@ -28,8 +28,8 @@ from scaleray.planner.models.block_counts import Block, ModelProfile
 def key_value_exchange_s(
     block: Block, layout: Layout, cluster: Cluster, attention_s: float, constants: Constants = DEFAULT
 ) -> float:
-    """Seconds of one micro-batch's forward pass spent waiting for keys and values; `attention_s`: this rank's
-    attention, which runs concurrently.
+    """Seconds that one micro-batch's forward pass waits for keys and values; `attention_s`: this rank's attention,
+    which runs concurrently.
     """
     if layout.context == 1 or not block.kv_bytes:
         return 0.0
@@ -44,12 +44,12 @@ def key_value_exchange_s(
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Corrections from a measurement at a small size: measured over predicted time of compute and collectives."""
+    """Corrections measured at a small size: ratios of measured to predicted time for compute and collectives."""
 
     compute_scale: float = 1.0
     comm_scale: float = 1.0
     sample_s: float | None = None
-    """Seconds of forward and backward pass of one sample, if the profile lacks it; also scaled."""
+    """Seconds of one sample's forward and backward pass, if the profile lacks them; also scaled."""
 
 
 UNMEASURED = Measured()
@@ -74,7 +74,7 @@ class BlockPass:
     """Communication of experts and context parallelism."""
     launch_s: float = 0.0
     reduced_params: float = 0.0
-    """Parameters moved by gather and reduction; fewer than are held if experts have fewer replicas than the rest."""
+    """Parameters that gather and reduction move; fewer than are held if experts have fewer replicas than the rest."""
     owned_params: float = 0.0
     """Parameters that the optimizer of this rank updates."""
 
@@ -117,7 +117,7 @@ def block_passes(
     fused_attention: bool = True,
     constants: Constants = DEFAULT,
 ) -> list[tuple[int, BlockPass]]:
-    """Number of repeats of each block, and one micro-batch through one of them."""
+    """Number of repeats of each block, with the pass of one micro-batch through one of them."""
     works = [
         block_work(layout, block, model, cluster, measured or UNMEASURED, fused_attention, constants)
         for block in model.blocks
@@ -127,7 +127,7 @@ def block_passes(
 
 @remembered("data", "shard", "tensor", "context", "expert", "sharding")
 def _held(layout: Layout, block: Block) -> BlockPass:
-    """The parameters of a block, which take no time in a pass."""
+    """Parameters of a block, which take no time in a pass."""
     return BlockPass(reduced_params=reduced_params(block, layout), owned_params=owned_params(block, layout))
 
 
@@ -141,7 +141,7 @@ def block_work(
     fused: bool,
     constants: Constants,
 ) -> BlockPass:
-    """One micro-batch through one block, without the parameters that it holds."""
+    """Pass of one micro-batch through one block, without the parameters that the block holds."""
     if measured.sample_s is not None:
         # only the time of a whole step is known: a third of it is the forward pass
         share = block.num_params / model.num_params * measured.sample_s * layout.micro_batch * measured.compute_scale

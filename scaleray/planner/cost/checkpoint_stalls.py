@@ -1,8 +1,8 @@
-"""Cost of checkpoints and interruptions: the stall of each checkpoint, the best interval between them, and the share of
-the wall time in which the training makes progress.
+"""Cost of checkpoints and interruptions: the stall of each checkpoint, the best interval between checkpoints, and the
+share of the wall time in which the training makes progress.
 
-A synchronous checkpoint stops the training until all bytes are stored; an asynchronous one until each GPU's part is in
-its host's memory, and the rest is written during training. An interruption costs the work since the last complete
+A synchronous checkpoint stops the training until all bytes are stored, an asynchronous one until each GPU's part is in
+its host's memory, from which it is written during training. An interruption costs the work since the last complete
 checkpoint, and a restart. Sources: Young 1974 (first-order interval); Daly 2006, doi:10.1016/j.future.2004.11.016
 (equations 20 and 37); Llama 3's interruptions, arXiv:2407.21783, section 3.3.4.
 """
@@ -17,17 +17,16 @@ from scaleray.planner.cost.layout import Layout
 from scaleray.planner.models.block_counts import ModelProfile
 
 STORAGE_GB_PER_S_PER_NODE = 1.0
-"""Write rate of one node, assumed if a cluster file lacks it: usual for one client of a shared file system or object
+"""Write rate of one node, assumed if a cluster file lacks it; usual for one client of a shared file system or object
 store."""
 HOST_COPY_GB_PER_S = 20.0
-"""Rate of a copy from a GPU to its host's memory: page-locked memory over PCIe 4 reaches 20 to 25 GB/s. Assumed for
-every GPU."""
+"""Rate of a copy from a GPU to its host's memory, assumed for every GPU: page-locked memory over PCIe 4 reaches 20 to
+25 GB/s."""
 RESTART_S = 600.0
-"""Seconds of a restart, assumed if a cluster file lacks it: detection, starting processes, building model and
-communicators, without reading the checkpoint."""
+"""Seconds of a restart, assumed if a cluster file lacks them: detection, starting processes, building the model and
+communicators, but not reading the checkpoint."""
 USUAL_INTERVAL_S = 600.0
-"""Seconds between checkpoints without a rate of interruptions: the default of `checkpoint.every_minutes` of
-`scaleray train`."""
+"""Seconds between checkpoints if the rate of interruptions is unknown: the default of `checkpoint.every_minutes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +34,15 @@ class CheckpointCost:
     """Cost of checkpoints and interruptions. `time_ratio`: useful training time over wall time, from 0 to 1."""
 
     state_bytes: float
-    """Bytes of one checkpoint: parameters and optimizer state, each element once."""
+    """Bytes of one checkpoint: parameters and optimizer state, each element stored once."""
     write_s: float
     """Seconds until a checkpoint is completely stored."""
     stall_s: float
-    """Seconds that the training stops for each checkpoint."""
+    """Seconds for which the training stops at each checkpoint."""
     interval_s: float
     """Seconds of training between two checkpoints."""
     is_interval_chosen: bool
-    """Whether the planner chose the interval, for the best time ratio; otherwise it was given, or is the default."""
+    """Whether the planner chose the interval for the best time ratio; otherwise it was given or is the default."""
     is_asynchronous: bool
     mtbf_s: float | None
     """Mean seconds between interruptions of the whole training; None: interruptions are not counted."""
@@ -51,7 +50,7 @@ class CheckpointCost:
     """Seconds of a restart after an interruption, including reading the checkpoint."""
     time_ratio: float
     notes: tuple[str, ...] = ()
-    """Assumptions in place of values that were not given."""
+    """Assumptions made for values that were not given."""
 
     @property
     def stall_share(self) -> float:
@@ -67,7 +66,7 @@ def checkpoint_cost(
     interval_s: float | None = None,
     is_asynchronous: bool = True,
 ) -> CheckpointCost:
-    """Return the cost of checkpoints every `interval_s` seconds of training; None: the interval with the best time
+    """Return the cost of checkpoints every `interval_s` seconds of training. None: the interval with the best time
     ratio, or the default if interruptions are not counted. Raises ConfigError for an interval that is not positive."""
     if interval_s is not None and not 0 < interval_s < math.inf:
         raise ConfigError("--checkpoint-minutes", interval_s / 60, "it must be positive")
@@ -127,8 +126,8 @@ def state_bytes(model: ModelProfile, layout: Layout) -> float:
 
 
 def effective_time_ratio(interval_s: float, *, stall_s: float, restart_s: float, mtbf_s: float) -> float:
-    """Useful training time over wall time, with random interruptions, also during checkpoints and restarts (Daly,
-    equation 20)."""
+    """Useful training time over wall time, with random interruptions, which also occur during checkpoints and restarts
+    (Daly, equation 20)."""
     if math.isinf(mtbf_s):
         return interval_s / (interval_s + stall_s)
     exponent = (interval_s + stall_s) / mtbf_s
@@ -138,8 +137,8 @@ def effective_time_ratio(interval_s: float, *, stall_s: float, restart_s: float,
 
 
 def best_interval_s(stall_s: float, mtbf_s: float) -> float:
-    """Seconds of training between two checkpoints for the best time ratio: Young's sqrt(2 stall mtbf), in Daly's higher
-    order (equation 37)."""
+    """Seconds of training between two checkpoints with the best time ratio: Young's sqrt(2 stall mtbf) with Daly's
+    higher-order terms (equation 37)."""
     if stall_s >= 2 * mtbf_s:
         return mtbf_s
     ratio = stall_s / (2 * mtbf_s)

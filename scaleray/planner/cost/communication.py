@@ -1,9 +1,9 @@
-"""Time of a collective, by group, message and network.
+"""Time of a collective, given its group, message and network.
 
-Every operation is a number of latencies and a number of bytes over a bandwidth (alpha-beta; Hockney), for the fastest
-of the cluster's algorithms, as chosen by NCCL; measured all-reduces (`Cluster.measured`) are used if available.
-Bandwidths are achieved ones (`Link.bus_gb_per_s`, `Transport.bandwidth_share`), not nominal.
-Sources: ring and tree latency, NCCL's tuning.cc; hop counts, Thakur et al. 2005.
+Every operation takes a number of latencies plus a number of bytes over a bandwidth (alpha-beta model; Hockney), with
+the fastest of the cluster's algorithms, as NCCL chooses it. Measured all-reduces (`Cluster.measured`) are used if
+available. Bandwidths are achieved, not nominal (`Link.bus_gb_per_s`, `Transport.bandwidth_share`). Sources: ring and
+tree latency, NCCL's tuning.cc; hop counts, Thakur et al. 2005.
 """
 
 import math
@@ -14,8 +14,8 @@ from scaleray.planner.cost.layout import Group
 
 
 def node_bytes_per_s(cluster: Cluster, num_nodes: int, constants: Constants = DEFAULT) -> float:
-    """Bytes per second that all GPUs of a node together send to other nodes when `num_nodes` communicate. Infinite
-    without a network."""
+    """Bytes per second that all GPUs of a node together send to other nodes when `num_nodes` nodes communicate.
+    Infinite without a network."""
     if cluster.network is None or num_nodes < 2:
         return math.inf
     transport = TRANSPORTS[cluster.network.transport]
@@ -28,8 +28,8 @@ def node_bytes_per_s(cluster: Cluster, num_nodes: int, constants: Constants = DE
 
 
 def bus_bytes_per_s(group: Group, cluster: Cluster, constants: Constants = DEFAULT) -> float:
-    """Bus bandwidth of a ring over `group`, in bytes per second: that of its narrowest part, the link in the node or
-    its share of the node's network."""
+    """Bus bandwidth of a ring over `group`, in bytes per second: that of its slowest part, the link in the node or its
+    share of the node's network."""
     inside = cluster.link.bus_gb_per_s * 1e9 if group.per_node > 1 else math.inf
     if cluster.link.is_shared:
         inside /= group.per_node
@@ -42,7 +42,7 @@ def bus_bytes_per_s(group: Group, cluster: Cluster, constants: Constants = DEFAU
 
 
 def ring_latency_s(group: Group, cluster: Cluster) -> float:
-    """Latency in seconds of one round of the ring: (n - 1) hops, one of them between nodes for each other node."""
+    """Latency in seconds of one round of the ring: (n - 1) hops, one of which crosses to each other node."""
     between = group.num_nodes - 1
     return ((group.num_ranks - 1 - between) * cluster.link.latency_us + between * network_latency_us(cluster)) * 1e-6
 
@@ -62,7 +62,7 @@ def network_latency_us(cluster: Cluster) -> float:
 
 
 def all_reduce_s(nbytes: float, group: Group, cluster: Cluster, constants: Constants = DEFAULT) -> float:
-    """Seconds to sum `nbytes` over the group, from measurements of such a group or by the fastest algorithm."""
+    """Seconds to sum `nbytes` over the group, from measurements of such a group or for the fastest algorithm."""
     if group.num_ranks < 2:
         return 0.0
     for table in cluster.measured:
@@ -148,8 +148,8 @@ def _ring_gather_s(nbytes: float, group: Group, cluster: Cluster, constants: Con
 
 
 def _measured_over_formula(nbytes: float, group: Group, cluster: Cluster, constants: Constants) -> float:
-    """Ratio of measured to predicted time on the most similar measured group, for the same bytes: both inside a node,
-    or both between nodes. 1 if there is none."""
+    """Ratio of measured to predicted time for the same bytes on the most similar measured group, which is also inside a
+    node or also between nodes. 1 if there is none."""
     alike = [table for table in cluster.measured if (table.num_nodes > 1) == (group.num_nodes > 1)]
     if not alike:
         return 1.0

@@ -1,8 +1,8 @@
-"""Compute time of one GPU for one micro-batch of one block: matrix products at a rate that depends on their shape, the
-rest at memory speed.
+"""Compute time of one GPU for one micro-batch of one block: matrix products at a rate that depends on their shape, all
+else at memory speed.
 
 A product of m x k with k x n reaches `peak * matmul_share * alignment * w / (w + half) * k / (k + half)`: the share is
-the GPU's largest measured one, alignment is how well the sides divide into tiles (Anthony et al. 2024,
+the largest one measured on the GPU, alignment is how well the sides divide into tiles (Anthony et al. 2024,
 arXiv:2401.14489), w is the number of waves of tiles that cover the result, and the last factor is the cost of the start
 and end of each tile. Elementwise operations move bytes at a share of the memory's bandwidth. The host's time to launch
 the kernels is a lower bound."""
@@ -23,7 +23,7 @@ from scaleray.planner.models.block_counts import Block
 ALIGNMENT = {64: 1.0, 32: 0.97, 16: 0.90, 8: 0.76, 4: 0.55, 2: 0.40, 1: 0.33}
 
 REFERENCE_FLOPS = 271e12
-"""FLOP/s of the GPU for which `Constants.inner_half` is given, an A100 in 16 bit."""
+"""FLOP/s of the GPU to which `Constants.inner_half` refers, an A100 in 16 bit."""
 NARROW = ("fp8", "fp4")
 """Precisions that apply only to products: activations and attention stay in 16 bit."""
 TILE_ELEMENTS = 128 * 256
@@ -42,7 +42,7 @@ class PassTimes:
 
     @property
     def total_s(self) -> float:
-        """Seconds of the forward and the backward pass, at least those of the launches."""
+        """Seconds of the forward and the backward pass, but at least the time of the launches."""
         return max(self.forward_s + self.backward_s, self.launch_s)
 
 
@@ -134,10 +134,10 @@ def _block_times(layout: Layout, block: Block, gpu: Gpu, fused_attention: bool, 
 
 
 def filled_share(rows: float, num_weights: int, layout: Layout) -> float:
-    """Share of a grouped kernel's tiles that are full: rows of each expert are divided into tiles of 128, of which the
-    last is partly empty.
+    """Share of a grouped kernel's tiles that is filled. The rows of each expert are divided into tiles of 128, of which
+    the last is partly empty.
 
-    `rows`: rows of this rank's own micro-batch. Its experts process this many from each rank of their group.
+    `rows`: rows of this rank's own micro-batch; its experts process as many from each rank of their group.
     """
     if num_weights < 2:
         return 1.0

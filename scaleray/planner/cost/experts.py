@@ -1,11 +1,11 @@
-"""Mixtures of experts over many GPUs: a rank's part of a block, its exchanges with others, and the utilisation of its
-products.
+"""Mixtures of experts over many GPUs: a rank's part of a block, its exchanges with other ranks, and the utilisation of
+its products.
 
-Expert parallelism uses the ranks that hold the same layers (data, context and tensor parallel together). If these
-suffice, tensor parallelism also splits the experts; otherwise each expert stays whole. The remaining ranks are replicas
-of the expert group. Tokens are assumed to be spread evenly over experts, which is approximately true for training with
-a balancing loss or bias. Sources: GShard, arXiv:2006.16668; DeepSpeed-MoE, arXiv:2201.05596; tokens that are sent to
-each node only once, DeepSeek-V3, arXiv:2412.19437, section 3.2."""
+Expert parallelism uses the ranks that hold the same layers (data, context and tensor parallel together). If there are
+enough of them, tensor parallelism also splits the experts; otherwise each expert stays whole. The remaining ranks are
+replicas of the expert group. Tokens are assumed to be spread evenly over experts, which is approximately true with a
+balancing loss or bias. Sources: GShard, arXiv:2006.16668; DeepSpeed-MoE, arXiv:2201.05596; sending tokens to each node
+only once, DeepSeek-V3, arXiv:2412.19437, section 3.2."""
 
 import math
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from scaleray.planner.cost.layout import Group, Layout, group_of
 from scaleray.planner.models.block_counts import Block
 
 MESH_SHARE = 0.7
-"""Share of a link's all-reduce bandwidth that an all-to-all reaches: each pair sends little at once. nccl-tests on
-NVSwitch show 0.6 to 0.8, from memory."""
+"""Share of a link's all-reduce bandwidth that an all-to-all reaches, since each pair sends little at once. nccl-tests
+on NVSwitch show 0.6 to 0.8 (from memory)."""
 
 
 def expert_tensor_degree(layout: Layout) -> int:
@@ -40,14 +40,14 @@ def held_params(block: Block, layout: Layout) -> float:
 
 
 def owned_params(block: Block, layout: Layout) -> float:
-    """Parameters of the block that one rank updates: all that it holds, or its shard of them."""
+    """Parameters of the block that one rank updates: all that it holds, or its shard."""
     if layout.sharding == "none":
         return held_params(block, layout)
     return held_params(block, layout) / state_shards([block], layout)
 
 
 def state_shards(blocks: Sequence[Block], layout: Layout) -> float:
-    """Number of ranks over which the state of `blocks` is sharded, if at all; an effective value if dense and expert
+    """Number of ranks over which the state of `blocks` is sharded, if at all; an effective number if dense and expert
     parts differ."""
     experts = sum(block.expert_params for block in blocks) / (layout.expert * expert_tensor_degree(layout))
     if not experts:
@@ -74,7 +74,7 @@ def reduced_params(block: Block, layout: Layout) -> float:
 
 
 def expert_exchange_s(block: Block, layout: Layout, cluster: Cluster, constants: Constants = DEFAULT) -> float:
-    """Seconds for sending the tokens of one micro-batch to their experts and back, in the forward pass."""
+    """Seconds to send the tokens of one micro-batch to their experts and back, in the forward pass."""
     if layout.expert == 1 or not block.num_experts:
         return 0.0
     group = group_of(cluster, layout.expert, expert_tensor_degree(layout), num_gpus=layout.num_gpus)
@@ -86,10 +86,9 @@ def expert_exchange_s(block: Block, layout: Layout, cluster: Cluster, constants:
 def all_to_all_s(
     nbytes: float, group: Group, cluster: Cluster, *, copies: int = 1, constants: Constants = DEFAULT
 ) -> float:
-    """Seconds for every rank to send `nbytes`, evenly spread over the ranks of `group`.
+    """Seconds for every rank to send `nbytes` in equal parts to the ranks of `group`.
 
-    `copies`: number of copies of the same tokens in the bytes. A copy is sent only once to each other node, and is
-    forwarded there.
+    `copies`: number of copies of each token in the bytes. Only one is sent to each other node, and forwarded there.
     """
     if group.num_ranks < 2:
         return 0.0

@@ -193,8 +193,8 @@ def test_tensor_pipeline_context_and_experts_are_written_where_train_has_them():
     of_experts = Layout(data=8, shard=4, expert=4, sharding="zero3")
     assert config_keys(of_experts, LLAMA)["parallel"] == {"replicate": 2, "shard": 4, "expert": 4}
     for refused in (replace(layout, expert=2), Layout(data=8, expert=2), replace(of_experts, expert=8)):
-        assert "divides experts over the workers of fsdp alone" in refusal(refused, LLAMA)
-        with pytest.raises(ConfigError, match="divides experts over the workers of fsdp alone"):
+        assert "divides experts only over the workers of fsdp" in refusal(refused, LLAMA)
+        with pytest.raises(ConfigError, match="divides experts only over the workers of fsdp"):
             config_keys(refused, LLAMA)
 
 

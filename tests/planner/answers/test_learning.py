@@ -59,7 +59,7 @@ def test_what_the_teams_machines_take_longer_is_found_and_confirmed_by_studies_l
     assert found.is_used and found.is_of_model
     assert found.before.median > 0.25 and found.after.median < 0.05
     assert "learned from 15 points in 3 studies of this model" in found.lines()[0]
-    assert "by data sheets" in found.lines()[1] and "each study from the others" in found.lines()[1]
+    assert "from data sheets" in found.lines()[1] and "each study from the others" in found.lines()[1]
 
 
 def test_communication_is_learned_where_steps_show_it():
