@@ -1,1 +1,1 @@
-"""Helpers that import no other package of scaleray."""
+"""Shared helpers, which import no other package of scaleray."""

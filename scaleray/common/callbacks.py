@@ -18,13 +18,13 @@ HOOKS = (
 
 
 class Callback:
-    """Hooks of a training. Each worker has its own callbacks, and calls them after the same steps in the order of the
-    list; rank 0's logs are stored. `run` is a `scaleray.training.callbacks.RunContext`.
+    """Hooks of a training. Each worker has its own callbacks and calls them after the same steps, in the order of the
+    list; what rank 0 logs is stored. `run` is a `scaleray.training.callbacks.RunContext`.
 
-    A callback only observes: random generators are restored after it, gradients are off, and it must not change the
-    model. An exception in a hook ends the run. `state_dict()` and `load_state_dict(state)`, if present, store its state
-    in checkpoints, separately for every worker. A resume with another number of workers calls `load_states(states)` on
-    each worker with the states of all former workers in order; without that method each gets rank 0's.
+    A callback only observes: it must not change the model; gradients are off, and random generators are restored. An
+    exception in a hook ends the run. `state_dict()` and `load_state_dict(state)`, if present, store its state in
+    checkpoints, separately for every worker. A resume with another number of workers calls `load_states(states)` on
+    each worker with the states of all former workers in order; without that method, each gets rank 0's state.
     """
 
     def on_begin(self, run: Any) -> None:
@@ -47,7 +47,7 @@ class Callback:
         complete. Not called for an incomplete last epoch."""
 
     def on_checkpoint(self, run: Any) -> None:
-        """Called right before a checkpoint, which includes this callback's state."""
+        """Called right before a checkpoint, which will include this callback's state."""
 
     def on_end(self, run: Any) -> None:
         """Called with the trained model after the last evaluation. Not called if the training failed."""

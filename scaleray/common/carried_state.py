@@ -1,5 +1,5 @@
-"""State carried by a loss from batch to batch, such as that of a recurrent network, for truncated backpropagation
-through time."""
+"""State that a loss carries from batch to batch, such as a recurrent network's, for truncated backpropagation through
+time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from scaleray.errors import WorkloadError
 
 LANE, PLACE = "lane", "place"
 IS_TRIED = ContextVar("is_tried", default=False)
-"""Whether passes are only trials, with arbitrary rows."""
+"""Whether passes are only trials with arbitrary rows."""
 State = Mapping[str, torch.Tensor]
 
 
 class _Lanes:
     """State of each lane after its last row and before it; place: number of that row; passes: how often the lane has
-    been started."""
+    started."""
 
     def __init__(self, fresh: State, lanes: int) -> None:
         self.after = {name: value.new_zeros((lanes, *value.shape[1:])) for name, value in fresh.items()}
@@ -42,13 +42,13 @@ class _Lanes:
 
 
 class CarriedState(Callback):
-    """State by lane: each row gets the state left by the previous row of its lane; `callbacks()` must return the
+    """State by lane: each row gets the state that the previous row of its lane left; `callbacks()` must return this
     object.
 
-    initial: function of the model and a number of rows that returns the state of rows that begin a lane: tensors by
-    name, with the rows along dimension 0. lanes: their number, as in `TokenSource(lanes=...)`, whose rows contain their
-    lane and their position in it. A lane begins with its first row, so with each epoch and each evaluation; evaluations
-    have a separate state. Checkpoints store the state of training.
+    initial: function of the model and a number of rows, which returns the state of rows that begin a lane: tensors by
+    name, with the rows along dimension 0. lanes: number of lanes, as in `TokenSource(lanes=...)`, whose rows contain
+    their lane and their position in it. A lane begins with its first row, in each epoch and each evaluation;
+    evaluations have a separate state. Checkpoints store the state of training.
     """
 
     def __init__(self, initial: Callable[[nn.Module, int], State], *, lanes: int) -> None:
@@ -59,7 +59,7 @@ class CarriedState(Callback):
         self._is_running = False
 
     def of(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the state before the batch's rows, without a gradient."""
+        """Return the state before the batch's rows, detached from gradients."""
         lane = batch.get(LANE)
         fresh = {name: value.detach() for name, value in self.initial(model, _num_rows(batch)).items()}
         if lane is None or self._is_tried(model):
@@ -118,7 +118,7 @@ class CarriedState(Callback):
         self._restored, self._training, self._is_running = state, None, False
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take each lane from the worker that is furthest ahead in it."""
+        """Load each lane's state from the worker that is furthest ahead in it."""
         states = [state for state in states if state]
         if not states:
             return

@@ -1,4 +1,4 @@
-"""Checks that all ranks have built the same model before training, and comparison of states."""
+"""Check that all ranks have built the same model before training, and compare states."""
 
 import hashlib
 import itertools
@@ -15,15 +15,15 @@ from scaleray.common.seeding import stream_seed
 from scaleray.errors import InitialisationError
 
 Digests = dict[str, int]
-"""Digest of each parameter and buffer by name: xxh3, 64 bits, signed, which detects accidents and costs a tenth of
-SHA-256."""
+"""Digest of each parameter and buffer by name: xxh3 with 64 bits, signed, which detects accidents at a tenth of the
+cost of SHA-256."""
 
 
 def check_equal_structure(module: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Check that every rank built tensors with the same names, shapes and dtypes. Collective over `group`.
 
-    It must be the first check: the collectives of a strategy would wait forever on a difference. Raises
-    InitialisationError on all ranks.
+    It must run before the strategy's collectives, which would hang on a difference. Raises InitialisationError on all
+    ranks.
     """
     if group is None or dist.get_world_size(group) == 1:
         return
@@ -49,7 +49,7 @@ def check_equal_parameters(
     """Check that all parameters and buffers are equal on every rank, and return their digests. Collective over `group`.
 
     Sharded tensors are gathered one by one. is_partitioned: ranks have different tensors, each counted once, by name.
-    Raises InitialisationError on all ranks, with the first tensor that differs and the ranks that have another value.
+    Raises InitialisationError on all ranks, with the first tensor that differs and the ranks that differ.
     """
     digests = {name: _digest(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     if is_partitioned:
@@ -62,7 +62,7 @@ def check_equal_parameters(
 
 
 def fingerprint_of(digests: Digests) -> str:
-    """16 hex digits that identify a model's initial values, however it is distributed over workers."""
+    """16 hex digits that identify a model's initial values, regardless of its distribution over workers."""
     return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:16]
 
 
@@ -76,7 +76,7 @@ def check_equal_digests(digests: Digests, module: nn.Module, group: dist.Process
             raise InitialisationError(
                 f"before the first step, {name} differs between rank 0 and rank{'s' if len(others) > 1 else ''} "
                 f"{', '.join(map(str, others))}: build_model() must give the same parameters on every worker. "
-                "Draw them from torch's generator, which scaleray seeds, and from nothing else."
+                "Draw them from torch's generator, which scaleray seeds, and only from it."
             )
 
 
@@ -98,7 +98,7 @@ def _digest(tensor: torch.Tensor) -> int:
 
 
 def dense_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Dense tensors that share the memory of a tensor, by name: itself under "", or the parts of a sparse one."""
+    """Dense tensors by name that share a tensor's memory: itself under "", or the parts of a sparse one."""
     if tensor.layout == torch.strided:
         return {"": tensor}
     if tensor.layout == torch.sparse_coo:
@@ -109,12 +109,12 @@ def dense_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def dense_buffers(module: nn.Module) -> list[torch.Tensor]:
-    """Buffers of a model as tensors that can be sent and copied; for a sparse one its parts, which share its memory."""
+    """Buffers of a model as tensors that can be sent and copied; a sparse one gives parts that share its memory."""
     return [part for buffer in module.buffers() for part in dense_parts(buffer.detach()).values()]
 
 
 def equal_states(one: Any, other: Any) -> bool:
-    """Whether two states of numbers, tensors and mappings of them are equal."""
+    """Whether two states, made of numbers, tensors and mappings of them, are equal."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):

@@ -1,4 +1,4 @@
-"""Filesystem of a path or a URI, through pyarrow, as in Ray; atomic writes and locks of local files."""
+"""Filesystems of paths and URIs, through pyarrow, as in Ray; atomic writes and locks of local files."""
 
 import fcntl
 import itertools
@@ -12,13 +12,13 @@ SHARED = {
     "nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "ceph-fuse", "beegfs", "glusterfs", "sshfs", "juicefs",
     "s3fs", "gcsfuse", "virtiofs", "9p", "wekafs", "panfs",
 }  # fmt: skip
-"""Types of filesystem, as named by the kernel, that several machines can write concurrently."""
+"""Filesystem types, as the kernel names them, to which several machines can write concurrently."""
 
 
 def open_filesystem(path: str) -> tuple[Any, str]:
     """Return the filesystem of an absolute path or a URI such as s3://bucket/prefix, and the path within it.
 
-    Raises OSError, or ValueError for a URI of an unknown kind.
+    Raises OSError, or ValueError for a URI with an unknown scheme.
     """
     import pyarrow.fs
 
@@ -37,7 +37,7 @@ def shared_filesystem(path: Path) -> str:
 
 
 def is_shared(folder: Path) -> bool:
-    """Whether a local folder is meant to be read by other users: it, or its parent, is writable by a group or belongs
+    """Whether other users are meant to read a local folder: the folder or its parent is writable by a group or belongs
     to another user, or it is on a network filesystem."""
     for directory in (folder, folder.parent):
         about = directory.stat()
@@ -47,7 +47,7 @@ def is_shared(folder: Path) -> bool:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a local file atomically: an interrupted writer leaves the old file. Raises OSError."""
+    """Write a local file atomically, so that an interrupted write leaves the old file. Raises OSError."""
     part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)  # possibly another user's, left by a killed process
     part.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -73,8 +73,8 @@ def lock(file: IO[Any], *, waits: bool = False, is_shared: bool = False) -> bool
     """Lock an open file until it is closed here and in the processes that inherit it. Return False if another process
     holds the lock. Raises OSError if the filesystem does not support locks.
 
-    An exclusive lock needs a file that is open for writing, as NFS rejects it otherwise. The library `filelock` is not
-    used: it reports a folder that rejects the lock as one in use, waits for a file left by a killed process if the
+    The file must be open for writing, since NFS rejects an exclusive lock otherwise. The library `filelock` is
+    unsuitable: it reports a folder that rejects the lock as in use, waits for a file that a killed process left if the
     filesystem has no locks, and provides no file that a child can inherit.
     """
     kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
@@ -95,7 +95,7 @@ def is_locked(file: Path) -> bool:
 
 
 def unlock(file: IO[Any]) -> None:
-    """Release the lock now, in every process that has inherited the file."""
+    """Release the lock now, in every process that inherited the file."""
     fcntl.flock(file, fcntl.LOCK_UN)
 
 

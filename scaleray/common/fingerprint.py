@@ -1,5 +1,5 @@
-"""Fingerprint of the environment of a result: code, packages, hardware, drivers. Of the environment variables, only
-GIT_COMMIT is stored."""
+"""Fingerprint of a result's environment: code, packages, hardware, drivers. GIT_COMMIT is the only environment variable
+stored."""
 
 import hashlib
 import importlib.metadata
@@ -20,7 +20,7 @@ PACKAGES = ("scaleray", "torch", "ray", "mlflow", "mlflow-skinny", "numpy", "pya
 
 
 def environment(folder: str | Path = ".") -> dict[str, Any]:
-    """Facts about this machine and the code; `folder`: where to query git."""
+    """Facts about this machine and the code. folder: where to query git."""
     with stage("recording code, packages and hardware"):
         return {
             "git": git_state(Path(folder)),
@@ -50,7 +50,7 @@ def package_versions() -> dict[str, str]:
 
 
 def hardware() -> dict[str, Any]:
-    """Platform of a worker: processor, GPUs with their drivers, kernel, and torch."""
+    """Platform of a worker: CPU, GPUs with their drivers, kernel, and torch."""
     return {
         "cpu": cpu_model(),
         "accelerators": accelerators(),
@@ -61,7 +61,7 @@ def hardware() -> dict[str, Any]:
 
 @lru_cache
 def cpu_model() -> str:
-    """The processor's name as reported by the system."""
+    """The CPU's name as the system reports it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -72,7 +72,7 @@ def cpu_model() -> str:
 
 
 def accelerators() -> dict[str, Any]:
-    """GPUs with driver, CUDA, cuDNN and NCCL versions and their interconnect; {} without any."""
+    """GPUs with their driver, CUDA, cuDNN and NCCL versions and their interconnect; {} without GPUs."""
     if not torch.cuda.is_available():
         return {}
     facts: dict[str, Any] = {

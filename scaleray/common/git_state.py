@@ -1,4 +1,4 @@
-"""Commit of the code and differences from it: of a checkout, or of the one from which a job was submitted."""
+"""Commit of the code and differences from it, in a checkout or in the one from which a job was submitted."""
 
 import hashlib
 import json
@@ -12,14 +12,14 @@ from scaleray.common.parsing import load_json
 
 LARGEST_HASHED_BYTES = 2**24  # of larger files only the size counts: data next to the code must not delay every start
 SENT = ".scaleray-git.json"
-"""File in the package of a submitted job, which has no `.git`: the sender's state, and a hash of the sent files."""
+"""File with the sender's state and hashes of the sent files, in the package of a submitted job, which has no `.git`."""
 STATE = ("commit", "is_dirty", "diff_sha256")
 
 
 def git_state(folder: Path) -> dict[str, Any]:
     """Commit of the checkout around `folder`, and a hash of the differences from it.
 
-    Outside a checkout: the state sent with a submitted job, or the commit in GIT_COMMIT, if set.
+    Outside a checkout, this is the state sent with a submitted job, or the commit in GIT_COMMIT, if set.
     """
 
     def git(*words: str) -> bytes:
@@ -40,7 +40,7 @@ def git_state(folder: Path) -> dict[str, Any]:
 
 
 def state_to_send(folder: Path, names: Iterable[str]) -> str:
-    """Return the text of the file SENT for a package of these files of the folder; empty if no commit is known."""
+    """Return the text of the file SENT for a package of these files in the folder; empty if no commit is known."""
     if not (state := git_state(folder)):
         return ""
     files = sorted({*names} - {SENT})
@@ -48,7 +48,7 @@ def state_to_send(folder: Path, names: Iterable[str]) -> str:
 
 
 def _sent(folder: Path) -> dict[str, Any]:
-    """State of the sender of the package around `folder`; files changed since then make it dirty. {} outside
+    """State of the package around `folder` when it was sent; files that changed since then make it dirty. {} outside
     packages."""
     places = (folder.absolute(), *folder.absolute().parents)
     if (top := next((one for one in places if (one / SENT).is_file()), None)) is None:

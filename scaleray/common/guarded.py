@@ -1,9 +1,9 @@
 """Commands that end, together with every process they start, when the process that started them ends for any reason.
 
 A server that starts its own processes, such as `mlflow server` or Ray, leaves them behind when it is killed, as does a
-program ended by SIGTERM, a closed terminal or SIGKILL. `guarded` puts a small process in between: this file, run as a
+program ended by SIGTERM, SIGKILL or a closed terminal. `guarded` puts a small process in between: this file, run as a
 script. It adopts the processes that its child leaves behind (PR_SET_CHILD_SUBREAPER on Linux; elsewhere it finds only
-its remaining descendants) and ends all of them on a signal, when the child ends, or when its parent is gone.
+its remaining descendants), and ends all of them on a signal, when the child ends, or when its parent is gone.
 """
 
 import contextlib
@@ -24,14 +24,15 @@ LOOK_S = 0.5  # seconds between two checks of whether the parent still exists: n
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 GUARD_VARIABLE = "GUARDED_BY"
 NOBODY = 0
-"""Value in place of a parent, if its end is irrelevant."""
+"""Value instead of a parent whose end is irrelevant."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 def guarded(command: Sequence[str], *, outlives: bool = False) -> list[str]:
-    """Command under a guard, for subprocess. SIGTERM, SIGINT and SIGHUP to it end all processes of the command.
+    """Wrap a command for subprocess in a guard. SIGTERM, SIGINT and SIGHUP to the guard end all processes of the
+    command.
 
-    Its exit code is that of the command. Streams, environment and folder are inherited. outlives: it continues when
+    The guard has the command's exit code, and inherits streams, environment and folder. outlives: it continues when
     this process ends, until it gets a signal.
     """
     # -P: modules next to this file must not shadow those of Python
@@ -56,7 +57,7 @@ def ending_like_ctrl_c() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Make this process of `multiprocessing` end when its parent is gone, whatever it is doing."""
+    """Make this `multiprocessing` process end when its parent is gone, whatever it is doing."""
     parent = multiprocessing.parent_process()
 
     def watch() -> None:
@@ -72,8 +73,8 @@ def _interrupt(number: int, frame: Any) -> None:
 
 
 def main(parent: int, command: Sequence[str]) -> int:
-    """Run the command below this process until it ends, or until a signal or the end of `parent` ends it; return its
-    exit code. parent: `NOBODY` if the command outlives it.
+    """Run the command as a child of this process until it ends, or until a signal or the end of `parent` ends it;
+    return its exit code. parent: `NOBODY` if the command outlives its parent.
     """
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     signals: list[int] = []
@@ -103,7 +104,7 @@ def main(parent: int, command: Sequence[str]) -> int:
 
 
 def _reap() -> dict[int, int]:
-    """Exit codes, by process id, of ended processes below this one, including orphans."""
+    """Exit codes, by process id, of ended descendants of this process, including orphans."""
     codes = {}
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -112,7 +113,7 @@ def _reap() -> dict[int, int]:
 
 
 def _end_all() -> None:
-    """Request all processes below this one to end, and kill them after `GRACE_S`, including those started meanwhile."""
+    """Ask all descendants of this process to end, and kill them after `GRACE_S`, including those started meanwhile."""
     import psutil  # takes a few MiB, which a guard needs only now
 
     is_asked = False

@@ -1,6 +1,6 @@
-"""HTTP requests without redirects: a redirect would lose the body, and could send a token to another host.
+"""HTTP requests that do not follow redirects, which would lose the body and could send a token to another host.
 
-Uses urllib, as `requests` would send passwords of ~/.netrc, and its errors quote addresses, which may contain a secret.
+Uses urllib: `requests` would send passwords from ~/.netrc, and its errors quote addresses, which may hold secrets.
 """
 
 import http.client
@@ -13,9 +13,9 @@ from typing import Any
 
 
 class HttpError(Exception):
-    """Error for an unsuccessful request.
+    """An unsuccessful request.
 
-    status: of an answer that is an error or a redirect, None without an answer. cause: the answer with its headers, or
+    status: of an answer that is an error or a redirect; None without an answer. cause: the answer with its headers, or
     the system's error. was_connected: False if the server could not be reached.
     """
 
@@ -30,8 +30,8 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def _handlers() -> list[Any]:
-    """Handlers for https requests. Certificates trusted by MLflow's client are trusted too, in addition to those of the
-    system and of SSL_CERT_FILE. Raises OSError for a file that cannot be read."""
+    """Handlers for https requests, which trust the certificates of the system, of SSL_CERT_FILE, and of MLflow's
+    client. Raises OSError for a file that cannot be read."""
     context = ssl.create_default_context()
     if bundle := os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE"):
         try:

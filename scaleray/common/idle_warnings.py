@@ -1,8 +1,8 @@
-"""Filter for messages of torchao on stderr that need no action by the user, by their text.
+"""Filter for messages on stderr about torchao that need no action by the user, recognised by their text.
 
-transformers and peft import torchao wherever it is installed, in every process. It then reports each of its compiled
-libraries that cannot be loaded, such as those for CUDA with a CPU build of torch, and torch warns torchao's authors
-that one of their calls is deprecated. Used before a workload or an optional library is imported.
+transformers and peft import torchao in every process if it is installed. It then reports each of its compiled libraries
+that cannot be loaded, such as those for CUDA with a CPU build of torch, and torch warns torchao's authors that one of
+their calls is deprecated. The filter is added before a workload or an optional library is imported.
 """
 
 import logging
@@ -19,7 +19,7 @@ def leave_out_idle_warnings() -> None:
 
 
 def _of_torchao(record: logging.LogRecord) -> bool:
-    """Whether to show a record of torchao: not for a library that no process with this Python and torch could load."""
+    """Whether to show torchao's log record: not for a library that no process with this Python and torch can load."""
     text = record.getMessage()
     if not text.startswith("Failed to load ") or ".so" not in text:
         return True
@@ -29,12 +29,12 @@ def _of_torchao(record: logging.LogRecord) -> bool:
 
 
 def _of_pytree(record: logging.LogRecord) -> bool:
-    """Whether to show a record of torch's pytree: not for a call by torchao that torch will remove."""
+    """Whether to show a log record of torch's pytree; False for torchao's call of a deprecated function."""
     kind = record.args[0] if isinstance(record.args, tuple) and record.args else None
     return not str(getattr(kind, "__module__", "")).startswith("torchao.")
 
 
 def _is_cpu_build() -> bool:
-    """Whether torch, if imported, was built without CUDA and ROCm: it cannot use compiled kernels."""
+    """Whether torch is imported and was built without CUDA and ROCm, so that it cannot use compiled kernels."""
     version = getattr(sys.modules.get("torch"), "version", None)
     return version is not None and version.cuda is None and getattr(version, "hip", None) is None

@@ -1,4 +1,4 @@
-"""Libraries: required ones that are missing or newer than the tested ones, and optional ones, imported on use."""
+"""Report required libraries that are missing or newer than the tested ones, and import optional ones on use."""
 
 import functools
 import importlib
@@ -29,15 +29,15 @@ OF_TRAIN = (
     "torch",
     "xxhash",
 )
-"""Modules that only the extra `train` installs. Without extras, only plan and config work."""
+"""Modules that only the extra `train` installs; without extras, only plan and config work."""
 OF_REPORTS = ("matplotlib", "scipy")
-"""Modules of the extra `reports`, for report and compare; `train` includes it."""
+"""Modules of the extra `reports`, for report and compare; `train` includes this extra."""
 NEWEST_TESTED = {"torch": "2.13", "ray": "2.60", "mlflow": "3.17"}
 """Newest releases with which all tests passed."""
 
 
 def install_command(extra: str) -> str:
-    """Command that installs an extra from scaleray's own source: a clone, a wheel, or else a package index."""
+    """Command that installs an extra from where scaleray itself came: a clone, a wheel, or else a package index."""
     return f"pip install '{_source()}[{extra}]'"
 
 
@@ -63,7 +63,7 @@ def missing_library(error: ModuleNotFoundError) -> UsageError | None:
 
 
 def names_what_is_missing(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function to raise UsageError if a library of `train` or `reports` is not installed."""
+    """Make a function raise UsageError if a library of `train` or `reports` is not installed."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -101,8 +101,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def library(name: str, *, extra: str, wanted_by: str) -> ModuleType:
-    """Import an optional library or a module of one. wanted_by: description, for the user, of the feature that needs
-    it.
+    """Import an optional library or one of its modules. wanted_by: the feature that needs it, as described to the user.
 
     Raises WorkloadError, with the extra to install, if the library is missing or cannot be loaded.
     """
@@ -118,5 +117,5 @@ def library(name: str, *, extra: str, wanted_by: str) -> ModuleType:
         raise WorkloadError(f"the library {root}", found, f"{wanted_by} needs it", install) from exc
     except (ImportError, RuntimeError, OSError) as exc:  # compiled parts that were built for another torch
         found = f"not usable ({first_line(exc)})"
-        hint = f"{install}; its version and its build (CPU or CUDA) must be those of torch"
+        hint = f"{install}; its version and its build (CPU or CUDA) must match torch"
         raise WorkloadError(f"the library {root}", found, f"{wanted_by} needs it", hint) from exc

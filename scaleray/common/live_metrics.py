@@ -15,7 +15,7 @@ PHASE_S = Metric(
 LATENESS_S = Metric(
     "rank/lateness_s",
     "s",
-    "delay of this rank behind the first one at the collectives of a step, median of the last steps",
+    "delay of this rank behind the earliest one at the collectives of a step, median of the last steps",
     "lower",
     published=RANK,
 )
@@ -23,14 +23,14 @@ LINK_RATIO = Metric(
     "live/link_ratio",
     "1",
     "speed of the collectives that a step waits for with all ranks present, relative to the best in this run; of "
-    "all links together, as ranks end a collective together",
+    "all links together, since ranks end a collective together",
     "higher",
     published=RUN,
 )
 SLOWEST_LINK_BYTES_PER_S = Metric(
     "live/slowest_link_bytes_per_s",
     "bytes/s",
-    "bandwidth of the slowest link between two ranks, each measured alone when links were last found slow",
+    "bandwidth of the slowest link between two ranks, measured pair by pair when links were last found slow",
     "higher",
     published=RUN,
     labels=("source", "to"),
@@ -38,7 +38,7 @@ SLOWEST_LINK_BYTES_PER_S = Metric(
 SLOWEST_LINK = Metric(
     "live/slowest_link",
     "1",
-    "the same over the median of all links, where there are three or more",
+    "bandwidth of the slowest link over the median of all links, if there are three or more",
     "higher",
     published=RUN,
     labels=("source", "to"),
@@ -47,14 +47,14 @@ SLOWEST_LINK = Metric(
 MEMORY_BYTES = Metric(
     "rank/memory_bytes",
     "bytes",
-    "memory of a rank: used now, resident on the host, at its peak; held without use: rounding, cached, stranded, and "
+    "memory of a rank: currently used, resident on the host, peak; held but not used: rounding, cached, stranded, and "
     "the largest hole",
     None,
     published=RANK,
     labels=("kind",),
 )
 MEMORY_LIMIT_BYTES = Metric(
-    "rank/memory_limit_bytes", "bytes", "memory that a rank can have: of its GPU, or of its container", published=RANK
+    "rank/memory_limit_bytes", "bytes", "memory available to a rank: that of its GPU or its container", published=RANK
 )
 LAST_STEP_TIMESTAMP_S = Metric(
     "rank/last_step_timestamp_s", "s", "wall clock, since 1970, at the end of the rank's last step", published=RANK
@@ -62,7 +62,7 @@ LAST_STEP_TIMESTAMP_S = Metric(
 LONG_PHASE_TIMESTAMP_S = Metric(
     "live/long_phase_timestamp_s",
     "s",
-    "wall clock, since 1970, when the first worker was last in what rightly takes longer than many steps: evaluation, "
+    "wall clock, since 1970, when the first worker was last in a phase that may outlast many steps: evaluation, "
     "checkpoint, compiling, end",
     published=RUN,
     labels=("phase",),
@@ -70,21 +70,21 @@ LONG_PHASE_TIMESTAMP_S = Metric(
 EXPOSED_COMMUNICATION_SHARE = Metric(
     "live/exposed_communication_share",
     "1",
-    "share of step time in which ranks stood still for communication, the mean of all ranks",
+    "share of step time that ranks spent waiting for communication, mean over all ranks",
     "lower",
     published=RUN,
 )
 SENT_BYTES_TOTAL = Metric(
     "live/sent_bytes",
     "bytes",
-    "bytes that rank 0 gave to collectives, each payload once",
+    "bytes that rank 0 passed to collectives, counting each payload once",
     published=RUN,
     kind="counter",
 )
 MFU = Metric(
     "live/mfu",
     "1",
-    "model FLOPs a second over the peak of the devices, where both are known",
+    "model FLOPs per second over the peak of the devices, if both are known",
     "higher",
     published=RUN,
     prometheus="model_flops_utilization_ratio",
@@ -93,19 +93,19 @@ STEPS = Metric("live/steps", "steps", "number of the newest step, over all attem
 STEPS_REPEATED = Metric(
     "live/steps_repeated",
     "steps",
-    "steps that were taken again, after a loss of workers or a resume",
+    "steps that were repeated after a loss of workers or a resume",
     "lower",
     published=RUN,
     kind="counter",
 )
 STEPS_PLANNED = Metric(
-    "live/steps_planned", "steps", "number of the last step, if nothing ends the training before", published=RUN
+    "live/steps_planned", "steps", "number of the last step, unless the training ends earlier", published=RUN
 )
 CHECKPOINT_AGE_S = Metric(
     "live/checkpoint_age_s",
     "s",
     "time of training since the newest checkpoint began, or since the first step, up to the last step or, while "
-    "a checkpoint is waited for, up to now; evaluations left out; absent where none are made",
+    "a checkpoint is waited for, up to now; without evaluations; absent if no checkpoints are made",
     "lower",
     published=RUN,
 )
@@ -115,7 +115,7 @@ CHECKPOINT_INTERVAL_S = Metric(
 RESTARTS = Metric(
     "live/restarts",
     "restarts",
-    "times that the training went on, after a loss of workers or a resume",
+    "number of times that the training continued after a loss of workers or a resume",
     "lower",
     published=RUN,
     kind="counter",
@@ -135,35 +135,35 @@ EFFICIENCY_OVER_PREDICTION = Metric(
     prometheus="efficiency_over_prediction_ratio",
 )
 RECORDER_SPOOLED_POINTS = Metric(
-    "live/recorder_spooled_points", "points", "points of charts that MLflow has not taken yet", "lower", published=RUN
+    "live/recorder_spooled_points", "points", "chart points that MLflow has not accepted yet", "lower", published=RUN
 )
 DISK_FREE = Metric(
     "live/disk_free",
     "1",
-    "free share of the disk that has the run's folder, on the driver's machine",
+    "free share of the disk with the run's folder, on the driver's machine",
     "higher",
     published=RUN,
     prometheus="disk_free_ratio",
 )
 MEASURED = Metric(
-    "live/measured", "1", "turns of a study, or trials of a sweep, that are done", published=RUN, labels=("kind",)
+    "live/measured", "1", "completed measurements of a study, or trials of a sweep", published=RUN, labels=("kind",)
 )
 MEASURED_PLANNED = Metric(
     "live/measured_planned",
     "1",
-    "turns of a study, or trials of a sweep, that are to be done",
+    "planned measurements of a study, or trials of a sweep",
     published=RUN,
     labels=("kind",),
 )
 RUN_INFO = Metric(
     "live/run_info",
     "1",
-    "1, with what the run is: its page in MLflow, its folder with report.html, its strategy, its job in Ray",
+    "1, with labels about the run: its page in MLflow, its folder with report.html, its strategy, its job in Ray",
     published=RUN,
     labels=("mlflow_run", "report", "strategy", "job"),
 )
 RUN_FINISHED = Metric(
-    "live/run_finished", "1", "1 once the run has ended as planned, or its user has stopped it", published=RUN
+    "live/run_finished", "1", "1 once the run has ended as planned or was stopped by its user", published=RUN
 )
 RUN_FAILED = Metric("live/run_failed", "1", "1 once the run has failed", published=RUN)
 EVAL = Metric(

@@ -1,4 +1,4 @@
-"""Definition of a metric: its name, unit, meaning and places of publication, and its name in Prometheus.
+"""Definition of a metric: its name, unit and meaning, where it is published, and its name in Prometheus.
 
 The metrics themselves are in `metric_names.py`.
 """
@@ -9,18 +9,18 @@ from typing import Literal
 Better = Literal["higher", "lower"]
 Kind = Literal["gauge", "counter"]
 Where = Literal["mlflow", "record", "run", "rank"]
-"""Where a metric is published: in MLflow; in record.json; in Prometheus once per run; in Prometheus by every rank."""
+"""Where a metric is published: in MLflow, in record.json, or in Prometheus, once per run or by every rank."""
 
 PREFIX = "ray_scaleray_"
-"""Prefix of all names in Prometheus. Ray adds `ray_` to every name; without Ray it is kept, so that the same dashboards
-and rules can be used."""
+"""Prefix of all names in Prometheus. Ray adds `ray_` to every name; it is also used without Ray, so that the same
+dashboards and rules work."""
 RUN_LABELS = ("ray_train_run_name", "run_id")
-"""Labels of every series. The first one joins with Ray Train's own metrics; the second one distinguishes runs with the
-same name."""
+"""Labels of every series. The first joins them with Ray Train's own metrics, the second distinguishes runs of the same
+name."""
 RANK_LABELS = ("rank", "node")
-"""Further labels of a series by rank. node: its address in Ray; `local` without Ray."""
+"""Additional labels of a series by rank. node: its address in Ray; `local` without Ray."""
 ENDINGS = {"_per_s": "_per_second", "_s": "_seconds", "_share": "_ratio"}
-"""Suffix of a name here, and in Prometheus, whose units are whole words without prefixes."""
+"""Unit suffixes: here, and in Prometheus, whose units are whole words without prefixes."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Metric:
     unit: str
     help: str
     better: Better | None = None
-    """Whether higher or lower is better; None if that depends, or if neither is."""
+    """Whether higher or lower is better; None if it depends, or if neither is."""
     label: str = ""
     """Label of the value for a whole run."""
     published: tuple[Where, ...] = ("mlflow",)
@@ -63,7 +63,7 @@ class Metric:
 
 
 def prometheus_name(metric: Metric) -> str:
-    """Name of a metric in Prometheus: `PREFIX`, the last part of its own name with the unit as a whole word, and
+    """Name of the metric in Prometheus: `PREFIX`, the last part of its own name with the unit as a whole word, and
     `_total` for a counter. `perf/step_time_s` becomes `ray_scaleray_step_time_seconds`. Raises KeyError for a metric
     that is not published there."""
     if not metric.is_in_prometheus:

@@ -20,7 +20,7 @@ OF_MEASURED = {"point": ("mode", "workers"), "trial": ("trial", "batch_size", "l
 def _measured(
     name: str, unit: str, help: str, better: Better | None = None, label: str = "", *, ending: str = ""
 ) -> Metric:
-    """A metric of points or trials that is also in Prometheus, under its whole name and a suffix."""
+    """A metric of points or trials that is also in Prometheus, under its full name and a suffix."""
     labels = OF_MEASURED[name.partition("/")[0]]
     return Metric(name, unit, help, better, label, ONCE, labels=labels, prometheus=name.replace("/", "_") + ending)
 
@@ -34,7 +34,7 @@ LOSS = Metric(
 )
 LEARNING_RATE = Metric("train/learning_rate", "1", "learning rate used in this step", published=ONCE)
 GRAD_NORM = Metric("train/grad_norm", "1", "global norm of the gradient before clipping", published=ONCE)
-EPOCH = Metric("train/epoch", "epochs", "passes over the training data, with fraction", published=ONCE)
+EPOCH = Metric("train/epoch", "epochs", "passes over the training data, with decimals", published=ONCE)
 NONFINITE_STEPS = Metric(
     "train/nonfinite_steps",
     "steps",
@@ -61,37 +61,39 @@ STEP_TIME_S = Metric(
 INPUT_WAIT_SHARE = Metric(
     "perf/input_wait_share",
     "1",
-    "share of step time that rank 0 waited for its input",
+    "share of step time that rank 0 spent waiting for its input",
     "lower",
     "waits for input",
     published=ONCE,
 )
-SENT_BYTES = Metric("perf/sent_bytes", "bytes", "bytes a step that rank 0 gave to collectives, each payload once")
+SENT_BYTES = Metric(
+    "perf/sent_bytes", "bytes", "bytes per step that rank 0 passed to collectives, payloads counted once"
+)
 GOODPUT = Metric(
     "profile/goodput",
     "1",
-    "share of the run's time, over all attempts, that was steps that count",
+    "share of the run's time, over all attempts, that was spent in steps that count",
     "higher",
     published=ONCE,
     prometheus="goodput_ratio",
 )
 PART_SHARE = Metric(
-    "profile/PART_share", "1", "share of a step that went to one part of it, by the part's name; the mean of all ranks"
+    "profile/PART_share", "1", "share of a step that one of its parts took, by the part's name; mean over all ranks"
 )
 PROFILE_GAP = Metric(
-    "profile/gap", "1", "how far the parts of a step miss it on the worst rank; above 0.01 they are not to be trusted"
+    "profile/gap", "1", "relative difference of a step from its parts on the worst rank; above 0.01 they are unreliable"
 )
 CONSENSUS_DISTANCE = Metric(
-    "train/consensus_distance", "1", "root mean square distance of the replicas from their mean, relative to its norm"
+    "train/consensus_distance", "1", "RMS distance of the replicas from their mean, relative to the mean's norm"
 )
 COMPRESSION_RATIO = Metric(
-    "compression/ratio", "1", "bytes that rank 0 gave to collectives for gradients, relative to whole gradients"
+    "compression/ratio", "1", "bytes that rank 0 passed to collectives for gradients, relative to uncompressed ones"
 )
 SPARSITY = Metric("train/sparsity", "1", "share of the prunable weights that are zero")
 BUBBLE_SHARE = Metric(
     "perf/bubble_share",
     "1",
-    "share of a step's passes in which a pipeline's workers had nothing to do, their mean",
+    "share of a step's passes in which a pipeline's workers are idle, mean over the workers",
     "lower",
 )
 NOISE_GRAD_SQ = Metric(
@@ -105,16 +107,16 @@ WORKERS = Metric(
     published=ONCE,
     prometheus="world_size",
 )
-CHECKPOINT_STALL_S = Metric("checkpoint/stall_s", "s", "how long training waited for this checkpoint", "lower")
+CHECKPOINT_STALL_S = Metric("checkpoint/stall_s", "s", "time that training waited for this checkpoint", "lower")
 CHECKPOINT_DURATION_S = Metric(
     "checkpoint/duration_s",
     "s",
-    "from its beginning to its manifest, beside the training",
+    "time from the start of the checkpoint to its manifest, concurrent with the training",
     "lower",
     published=ONCE,
     prometheus="checkpoint_duration_s",
 )
-CHECKPOINT_WRITTEN_BYTES = Metric("checkpoint/written_bytes", "bytes", "what had changed since the last checkpoint")
+CHECKPOINT_WRITTEN_BYTES = Metric("checkpoint/written_bytes", "bytes", "bytes that changed since the last checkpoint")
 WORLD_SIZE = _measured("point/world_size", "workers", "number of workers of the run")
 POINT_SAMPLES_PER_S = _measured(
     "point/samples_per_s", "samples/s", "steady-state throughput of the whole run", "higher", "samples/s"
@@ -125,7 +127,7 @@ POINT_TOKENS_PER_S = Metric(
 TIME_TO_FIRST_STEP_S = Metric(
     "point/time_to_first_step_s",
     "s",
-    "from the command's start to the end of the first step",
+    "time from the command's start to the end of the first step",
     "lower",
     "time to first step",
 )
@@ -135,26 +137,26 @@ PEAK_MEMORY_BYTES = Metric(
 POINT_STEP_TIME_S = _measured("point/step_time_s", "s", "median time of a step in steady state", "lower", "step time")
 POINT_COMPUTE_S = Metric("point/compute_s", "s", "part of the step in which the worker computes")
 POINT_EXPOSED_COMM_S = Metric("point/exposed_comm_s", "s", "part of the step that waits for communication", "lower")
-POINT_INPUT_WAIT_S = Metric("point/input_wait_s", "s", "part of the step that waits for the input", "lower")
-POINT_OTHER_S = Metric("point/other_s", "s", "part of the step that is none of the others", "lower")
-POINT_MFU = Metric("point/mfu", "1", "model FLOPs a second over the peak of the devices", "higher")
+POINT_INPUT_WAIT_S = Metric("point/input_wait_s", "s", "part of the step that waits for input", "lower")
+POINT_OTHER_S = Metric("point/other_s", "s", "remaining part of the step", "lower")
+POINT_MFU = Metric("point/mfu", "1", "model FLOPs per second over the peak of the devices", "higher")
 POINT_COST = Metric(
     "point/cost_per_million_samples",
     "currency",
-    "price of a million samples at the config's price of a worker",
+    "price of a million samples at the worker's price in the config",
     "lower",
 )
 POINT_NOISE_SCALE = Metric("point/noise_scale", "samples", "gradient noise scale of the point's training")
 POINT_SAMPLES_TO_TARGET = Metric("point/samples_to_target", "samples", "samples until the target was reached", "lower")
 POINT_TIME_TO_TARGET_S = Metric("point/time_to_target_s", "s", "time of training until the target was reached", "lower")
 POINT_SPEEDUP = Metric(
-    "point/speedup", "1", "throughput over that of the curve's base, times the base's workers", "higher"
+    "point/speedup", "1", "throughput relative to the curve's base, times the base's workers", "higher"
 )
 POINT_EFFICIENCY = _measured(
-    "point/efficiency", "1", "scaling efficiency, strong or weak as the point's mode", "higher", ending="_ratio"
+    "point/efficiency", "1", "scaling efficiency in the point's mode, strong or weak", "higher", ending="_ratio"
 )
 TRIAL_BATCH_SIZE = Metric("trial/batch_size", "samples", "global batch size of the trial")
-TRIAL_LEARNING_RATE = Metric("trial/learning_rate", "1", "learning rate of the trial, after its rule")
+TRIAL_LEARNING_RATE = Metric("trial/learning_rate", "1", "learning rate of the trial after applying its rule")
 TRIAL_VALUE = _measured("trial/value", "unit of the metric", "last value of the sweep's metric")
 TRIAL_SAMPLES = Metric("trial/samples", "samples", "samples that the trial trained on")
 TRIAL_SAMPLES_TO_TARGET = _measured(
@@ -162,22 +164,22 @@ TRIAL_SAMPLES_TO_TARGET = _measured(
 )
 TRIAL_TIME_TO_TARGET_S = Metric("trial/time_to_target_s", "s", "time of training until the target was reached", "lower")
 TRIAL_TRAINING_TIME_S = Metric("trial/training_time_s", "s", "time of training")
-TRIAL_TOTAL_TIME_S = Metric("trial/total_time_s", "s", "from when the trial had its workers to its end")
+TRIAL_TOTAL_TIME_S = Metric("trial/total_time_s", "s", "time from when the trial had its workers to its end")
 TRIAL_SAMPLES_PER_S = _measured("trial/samples_per_s", "samples/s", "steady-state throughput of the trial", "higher")
 TRIAL_NOISE_SCALE = Metric("trial/noise_scale", "samples", "gradient noise scale of the trial's training")
 TRIAL_GOODPUT = Metric("trial/goodput", "samples/s", "throughput times statistical efficiency", "higher")
-SCALING_IDEAL = Metric("scaling/ideal_speedup", "1", "number of workers over that of the curve's base; step: workers")
+SCALING_IDEAL = Metric("scaling/ideal_speedup", "1", "number of workers relative to the curve's base; step: workers")
 NOISE_SCALE = Metric(
     "train/noise_scale",
     "samples",
     "gradient noise scale, trace over |G|^2: the batch at which noise equals signal; "
-    "step: samples, where a study or sweep wrote it",
+    "step: samples, if a study or sweep wrote it",
 )
 BATCH_SAMPLES_PER_S = Metric(
     "batch/samples_per_s", "samples/s", "throughput at a batch size; step: batch size", "higher"
 )
 BATCH_EFFICIENCY = Metric(
-    "batch/statistical_efficiency", "1", "progress of a sample at this batch size; step: batch size", "higher"
+    "batch/statistical_efficiency", "1", "progress per sample at this batch size; step: batch size", "higher"
 )
 BATCH_GOODPUT = Metric(
     "batch/goodput", "samples/s", "throughput times statistical efficiency; step: batch size", "higher"
@@ -186,39 +188,39 @@ BATCH_PREDICTED_SAMPLES = Metric(
     "batch/predicted_samples", "samples", "predicted samples to the target; step: batch size", "lower"
 )
 VERIFY_LOSS_DIFFERENCE = Metric(
-    "verify/loss_difference", "1", "largest relative difference of a step's loss to one process", "lower"
+    "verify/loss_difference", "1", "largest relative difference of a step's loss from one process", "lower"
 )
-VERIFY_GRAD_NORM_DIFFERENCE = Metric("verify/grad_norm_difference", "1", "the same of the gradient's norm", "lower")
+VERIFY_GRAD_NORM_DIFFERENCE = Metric(
+    "verify/grad_norm_difference", "1", "largest difference of gradient norms", "lower"
+)
 VERIFY_PARAMETER_DIFFERENCE = Metric(
-    "verify/parameter_difference", "1", "the same of the final parameters, relative to each tensor's largest", "lower"
+    "verify/parameter_difference", "1", "largest difference of final parameters, by each tensor's largest", "lower"
 )
-VERIFY_MISMATCHES = Metric(
-    "verify/mismatches", "variants", "variants that are not the training that they promise to be", "lower"
-)
+VERIFY_MISMATCHES = Metric("verify/mismatches", "variants", "variants that do not keep their guarantees", "lower")
 
-WORKER_HOURS = Metric("cost/worker_hours", "h", "hours of all workers together, from their start to their end", "lower")
-COST = Metric("cost/price", "currency", "price of these hours, by study.price_per_worker_hour", "lower")
+WORKER_HOURS = Metric("cost/worker_hours", "h", "total hours of all workers, from their start to their end", "lower")
+COST = Metric("cost/price", "currency", "price of the workers' hours at study.price_per_worker_hour", "lower")
 
 RECORD_STEPS = Metric("record/steps", "steps", "optimizer steps of the run", None, "steps", published=RECORD)
 RECORD_FINAL_LOSS = Metric(
     "record/final_loss", "loss per sample or token", "loss of the last step", "lower", "final loss", published=RECORD
 )
 RECORD_TRAINING_TIME_S = Metric(
-    "record/training_time_s", "s", "time of training, evaluations left out", "lower", "training time", published=RECORD
+    "record/training_time_s", "s", "time of training without evaluations", "lower", "training time", published=RECORD
 )
 RECORD_TOTAL_TIME_S = Metric(
-    "record/total_time_s", "s", "from the command's start to its end", "lower", "total time", published=RECORD
+    "record/total_time_s", "s", "time from the command's start to its end", "lower", "total time", published=RECORD
 )
 RECORD_COMM_S = Metric("record/comm_s", "s", "time of a step's communication, hidden or not", "lower", published=RECORD)
 RECORD_SENT_BYTES = Metric(
-    "record/sent_bytes", "bytes", "bytes a step that a worker gives to collectives", "lower", published=RECORD
+    "record/sent_bytes", "bytes", "bytes per step that a worker passes to collectives", "lower", published=RECORD
 )
 RECORD_TARGET_REACHED = Metric(
     "record/target_reached", "1", "whether training reached the target", "higher", published=RECORD
 )
 
 COMPRESSION_SHARES = tuple(
-    Metric(f"compression/share_{name}", "1", f"adaptive: share of the gradients, by bytes, that went as {name}")
+    Metric(f"compression/share_{name}", "1", f"adaptive: share of the gradients, by bytes, that were sent as {name}")
     for name in ("none", "fp16", "bf16", "int8", "powersgd", "topk")
 )
 
@@ -226,13 +228,13 @@ CURVES = tuple(
     Metric(f"scaling/{mode}_{name}", unit, f"{mode} scaling: {help}; step: workers")
     for mode in ("strong", "weak")
     for name, unit, help in (
-        ("speedup", "1", "throughput over that of the base, times the base's workers"),
+        ("speedup", "1", "throughput relative to the base, times the base's workers"),
         ("speedup_low", "1", "lower end of its 95 % interval"),
         ("speedup_high", "1", "upper end of its 95 % interval"),
         ("efficiency", "1", "efficiency"),
         ("efficiency_low", "1", "lower end of its 95 % interval"),
         ("efficiency_high", "1", "upper end of its 95 % interval"),
-        ("fit", "1", "speed-up of the fitted law, one doubling further than the points"),
+        ("fit", "1", "speed-up of the fitted law, up to one doubling beyond the points"),
         ("samples_per_s", "samples/s", "throughput"),
         ("step_time_s", "s", "median time of a step"),
         ("exposed_comm_share", "1", "share of the step that waits for communication"),
@@ -251,17 +253,15 @@ BY_RULE = {
         ("steps_to_target", "steps", "steps to the target, of the same setting"),
     )
 }
-"""Curves of a sweep; MLflow has one for each rule, with the rule's name in place of RULE."""
+"""Curves of a sweep; MLflow has one for each rule, whose name replaces RULE."""
 
 LOSS_OF = Metric(
     "train/loss_NAME", "loss per sample or token", "each of several losses, whose sum is train/loss", "lower"
 )
 GRAD_NORM_OF = Metric("train/grad_norm_NAME", "1", "norm of the gradient of each of several losses, before clipping")
-"""Metrics that MLflow has for each loss of a workload with several, with the loss's name in place of NAME."""
+"""Metrics that MLflow has for each of a workload's several losses, whose name replaces NAME."""
 SYSTEM = Metric(
-    "system/NODE/FIGURE",
-    "%, W or MB",
-    "use of a node's CPU, memory, disk, network and GPUs, as MLflow itself names them",
+    "system/NODE/FIGURE", "%, W or MB", "use of a node's CPU, memory, disk, network and GPUs, under MLflow's own names"
 )
 
 TABLE = (
@@ -282,7 +282,7 @@ _PATTERNS = [(re.compile(_PLACEHOLDERS.sub(".+", re.escape(metric.name))), metri
 
 
 def find(name: str) -> Metric | None:
-    """Return the metric recorded under this name; None for one of user code, such as an evaluation's."""
+    """Return the metric recorded under this name; None for a metric of user code, such as an evaluation's."""
     exact = next((metric for metric in TABLE if metric.name == name), None)
     return exact or next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
 
@@ -298,7 +298,7 @@ def of_system(node: str, values: Mapping[str, float]) -> dict[str, float]:
 
 
 def of_user_code(name: str) -> str:
-    """Name for a value that user code has logged in a training step under `name`."""
+    """Name of a value that user code logged in a training step as `name`."""
     return f"train/{name}"
 
 
@@ -310,7 +310,7 @@ def evaluation(name: str) -> Metric:
 def scaling_curve(mode: str, what: str) -> str:
     """Name of a study's curve, such as `efficiency_low` of mode `strong`.
 
-    Raises StopIteration for one that is not in CURVES.
+    Raises StopIteration for a curve that is not in CURVES.
     """
     return next(metric.name for metric in CURVES if metric.name == f"scaling/{mode}_{what}")
 
@@ -321,7 +321,7 @@ def is_scaling_curve(mode: str, what: str) -> bool:
 
 
 def batch_curve(what: str, rule: str) -> str:
-    """Name of a sweep's curve for one learning-rate rule. Raises KeyError for one that is not in BY_RULE."""
+    """Name of a sweep's curve for one learning-rate rule. Raises KeyError for a curve that is not in BY_RULE."""
     return BY_RULE[what].name.replace("RULE", rule)
 
 

@@ -1,8 +1,8 @@
 """State of torchmetrics objects over all workers, combined by each metric's own rules (`dist_reduce_fx`).
 
-A list state gets the entries of all workers, those of rank 0 first, whether its rule is None or concatenation; lists
-may differ in length, which torchmetrics' own exchange, tensor by tensor, does not support. A tensor state without a
-rule is stacked, one entry per worker, as torchmetrics' own metrics expect (PearsonCorrCoef).
+A list state gets the entries of all workers, rank 0's first, whether its rule is None or concatenation. Lists may
+differ in length, which torchmetrics' own exchange, tensor by tensor, does not support. A tensor state without a rule is
+stacked, one entry per worker, as torchmetrics' own metrics expect (PearsonCorrCoef).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,8 +25,8 @@ def is_metric_class(cls: type) -> bool:
 
 
 def check_rules(metric: Any, what: str) -> None:
-    """Raise WorkloadError, with the line of its class, for a metric whose state cannot be combined: a tensor without a
-    rule, in a class that is not torchmetrics' own."""
+    """Raise WorkloadError, with the line of the class, for a metric whose state cannot be combined: a tensor without a
+    rule in a class that is not torchmetrics' own."""
     without = [
         name
         for name, rule in metric._reductions.items()
@@ -45,7 +45,7 @@ def check_rules(metric: Any, what: str) -> None:
 
 
 def share(metric: Any, gather: Gather, has_several: Callable[[], bool]) -> None:
-    """Make a metric compute over the rows of all workers. Its `compute` is then collective, if there are several."""
+    """Make a metric compute over the rows of all workers. With several workers, its `compute` is then collective."""
     metric.distributed_available_fn = has_several
     metric._sync_dist = partial(_take_together, metric, gather)
 

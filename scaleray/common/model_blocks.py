@@ -1,8 +1,8 @@
-"""Repeated blocks of a model whose workload does not list them: found from its structure, for sharding and activation
-checkpointing.
+"""Find the repeated blocks of a model from its structure, for sharding and activation checkpointing, if its workload
+does not list them.
 
-A container is used if most of its members that have submodules are of one class, as with transformer layers and the
-residual blocks of an image network. Used by the ready-made workloads of `hugging_face` and `images`.
+A container counts if most of its members with submodules are of one class, as with transformer layers and the residual
+blocks of an image network. Used by the ready-made workloads of `hugging_face` and `images`.
 """
 
 from collections import Counter
@@ -11,9 +11,9 @@ from torch import nn
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Outermost repeated blocks in the order of the model; empty if there are none.
+    """Outermost repeated blocks, in the model's order; empty if there are none.
 
-    Blocks with parameters that are also used elsewhere (tied ones) are left to the strategy.
+    Strategies handle blocks whose parameters are also used elsewhere (tied ones) themselves.
     """
     found: list[nn.Module] = []
     _collect(model, found, set())

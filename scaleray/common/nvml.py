@@ -1,10 +1,10 @@
-"""NVIDIA's driver through NVML, opened in one place, and facts needed by several readers."""
+"""Open NVIDIA's driver through NVML, and query facts that several modules need."""
 
 from typing import Any
 
 
 def opened() -> Any:
-    """Return the module `pynvml` with the driver open. Raises an error of any type if no driver answers."""
+    """Return the module `pynvml` with an open driver. May raise any type of error if no driver answers."""
     import pynvml
 
     pynvml.nvmlInit()

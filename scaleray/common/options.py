@@ -1,4 +1,4 @@
-"""Options of a command, declared once: a dataclass for the command line whose fields are also keyword arguments of a
+"""Options of a command, declared once as a dataclass for the command line, whose fields are also keyword arguments of a
 function.
 """
 
@@ -27,8 +27,8 @@ else:  # a command line has only text
 
 
 def takes(kind: type[Any]) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Let a function with an argument `options`, a dataclass of this type, also accept the fields as keyword arguments.
-    `help` of the function then lists them with their docstrings."""
+    """Make a function with an argument `options`, a dataclass of this type, also accept the fields as keyword
+    arguments. The function's `help` then lists them with their docstrings."""
 
     def decorated(function: Callable[..., R]) -> Callable[..., R]:
         fields = {field.name: field for field in dataclasses.fields(kind)}
@@ -50,7 +50,7 @@ def takes(kind: type[Any]) -> Callable[[Callable[..., R]], Callable[..., R]]:
 
 
 def meanings_of(source: str) -> dict[str, str]:
-    """Docstrings of the fields of a class, each in one line, from its source."""
+    """Docstrings of the fields of a class, read from its source, each on one line."""
     (found,) = ast.parse(textwrap.dedent(source)).body
     assert isinstance(found, ast.ClassDef)
     meanings = {}
@@ -75,7 +75,7 @@ def whole_numbers(option: str, given: Numbers) -> list[int]:
     try:
         return [int(word) for word in given.split(",") if word.strip()] if isinstance(given, str) else list(given)
     except ValueError:
-        raise ConfigError(option, given, "it must be comma-separated whole numbers, such as 1,2,4") from None
+        raise ConfigError(option, given, "it must be a comma-separated list of whole numbers, such as 1,2,4") from None
 
 
 def words_of(given: Words) -> list[str]:

@@ -1,4 +1,4 @@
-"""Private folder of this user, for files that processes share and that other users must not read or write."""
+"""Private folder of this user, for files that its processes share and other users must not read or write."""
 
 import atexit
 import contextlib
@@ -13,21 +13,21 @@ import tempfile
 from pathlib import Path
 
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
-"""torch's environment variable with the folder in which it stores compiled code, and from which it loads it."""
+"""torch's environment variable for the folder in which it stores compiled code and from which it loads it."""
 
 
 NAMES = 8
-"""Most names tried for the folder."""
+"""Maximum number of names tried for the folder."""
 
 
 def short_path() -> Path:
-    """Folder for temporary files with short paths: those of sockets are limited to 107 characters."""
+    """Folder for temporary files with short paths, since paths of sockets have at most 107 characters."""
     return Path("/tmp") if Path("/tmp").is_dir() else Path(tempfile.gettempdir())
 
 
 def own_folder() -> Path:
-    """Return the folder, with mode 0700, which is the same for all processes of this user. If another user has taken
-    its name, the next name is used, and if none is free, a folder of this process.
+    """Return the folder, with mode 0700, which all processes of this user share. If another user owns its name, the
+    next name is used; if none is free, a folder for this process alone.
     """
     parent = short_path()
     if sys.platform == "win32":
@@ -45,8 +45,8 @@ def own_folder() -> Path:
 
 
 def cache_folder(name: str) -> Path:
-    """Return a private folder of this user on a disk, below XDG_CACHE_HOME or ~/.cache; or in `own_folder`, which may
-    be in memory, if that cannot be written."""
+    """Return a private folder of this user on disk, in XDG_CACHE_HOME or ~/.cache, or, if that is not writable, in
+    `own_folder`, which may be in memory."""
     try:
         parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scaleray" / name
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -65,14 +65,14 @@ def _folder_of_this_process(parent: Path) -> Path:
 
 
 def keep_compiled_code_here() -> None:
-    """Make torch, in processes below this one, store compiled code in this folder, unless the user sets another: its
-    default has a name in /tmp that another user could take first, with code in it."""
+    """Make torch in child processes store compiled code in this folder, unless the user sets another. Its default is a
+    name in /tmp that another user could take first and fill with code."""
     os.environ.setdefault(COMPILED, f"{own_folder()}/torchinductor")
 
 
 def plain_executable() -> str:
-    """Path of this interpreter without a space: through a link here, if it has one. Ray 2.60 inserts the path into
-    shell commands unquoted, so that workers and the client's server of an environment in `a folder/` would not start.
+    """Path of this interpreter without a space, through a link in this folder if necessary. Ray 2.60 inserts the path
+    into shell commands unquoted, so workers and Ray Client servers of an environment in `a folder/` would not start.
     """
     if " " not in sys.executable:
         return sys.executable
@@ -88,7 +88,7 @@ SOMEBODY = "somebody"
 
 
 def user_name() -> str | None:
-    """The user's name; None if there is none, as in a container that runs under a bare number."""
+    """The user's name; None if there is none, as in a container that runs under a bare user id."""
     try:
         return getpass.getuser()
     except (KeyError, OSError, ImportError):

@@ -1,4 +1,4 @@
-"""YAML and JSON from users: parsed in linear time, or rejected early, with errors of one type.
+"""Parse YAML and JSON from users in linear time, or reject it early, with errors of one type.
 
 PyYAML takes minutes for a few bytes of aliases and merges, for deep brackets and for integers written as 1:1:1:1; json
 raises RecursionError for deep nesting. Input beyond a limit raises TooLarge, a ValueError whose text describes the
@@ -15,17 +15,17 @@ from typing import Any
 import yaml
 
 DEEPEST = 100
-"""Most levels of nested brackets, which PyYAML walks through at every word."""
+"""Maximum levels of nested brackets, through which PyYAML walks at every word."""
 MOST_CHARACTERS = 1_000_000
-"""Most characters of a YAML file: PyYAML reads about a megabyte per second, and a handwritten file is a hundredth of
-that.
+"""Maximum characters of a YAML file: PyYAML reads about a megabyte per second, and a handwritten file has a hundredth
+of that.
 """
 MOST_NODES = 25_000
-"""Most keys and values of a YAML file, including the expansion of aliases and merges."""
+"""Maximum keys and values of a YAML file, including expanded aliases and merges."""
 MOST_DIGITS = 1000
-"""Most digits of a number."""
+"""Maximum digits of a number."""
 LONGEST_WORD = 100
-"""Longest word that is compared with known words: difflib's time grows with the square of its length."""
+"""Maximum length of a word that is compared with known words, since difflib's time grows with its square."""
 CONTROLS = re.compile(
     r"((?<!\\)(?:\\\\)*)\\(?:u00(?:0[0-8b-f]|1[0-9a-f]|7f|[89][0-9a-f])|[bfr])|[\x00-\x08\x0b-\x1f\x7f-\x9f]",
     re.IGNORECASE,
@@ -36,7 +36,7 @@ NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 class TooLarge(ValueError):
-    """Error for exceeding a limit of this module; the text states the value and the limit."""
+    """A limit of this module was exceeded; the text states the value and the limit."""
 
 
 class BoundedLoader(yaml.SafeLoader):
@@ -66,8 +66,8 @@ class BoundedLoader(yaml.SafeLoader):
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Put the pairs of `<<` before a mapping's own pairs, so that the latter take precedence; in a list of
-        mappings, the first takes precedence."""
+        """Put the pairs of `<<` before a mapping's own pairs, so that its own take precedence; in a list of mappings,
+        earlier ones take precedence."""
         own: list[tuple[yaml.Node, yaml.Node]] = []
         sources: list[yaml.MappingNode] = []
         for key, value in node.value:
@@ -93,7 +93,7 @@ class BoundedLoader(yaml.SafeLoader):
 
 
 class NotYaml(ValueError):
-    """Error for a text that is not YAML. problem: PyYAML's. line: its place, from 1, if known."""
+    """The text is not YAML. problem: PyYAML's description. line: where it is, from 1, if known."""
 
     def __init__(self, problem: str, line: int | None) -> None:
         super().__init__(problem if line is None else f"{problem} in line {line}")
@@ -102,7 +102,7 @@ class NotYaml(ValueError):
 
 @contextlib.contextmanager
 def yaml_nodes(text: str) -> Iterator[tuple[BoundedLoader, yaml.Node | None]]:
-    """Yield a loader with the document's node, which has line numbers, to construct values within the context.
+    """Yield a loader and the document's node, which has line numbers, for constructing values within the context.
 
     Raises NotYaml, TooLarge, or another ValueError for invalid values, here and within the context.
     """
@@ -126,7 +126,7 @@ def yaml_nodes(text: str) -> Iterator[tuple[BoundedLoader, yaml.Node | None]]:
 
 
 def load_yaml(text: str) -> Any:
-    """Return the document's value. Raises ValueError like `yaml_nodes`, and if it holds more than MOST_NODES values."""
+    """Return the document's value. Raises ValueError like `yaml_nodes`, and for more than MOST_NODES values."""
     return load_yaml_with_lines(text)[0]
 
 
@@ -144,7 +144,7 @@ def load_yaml_with_lines(text: str) -> tuple[Any, dict[str, int]]:
 
 
 def check_size(value: Any, *, most: int) -> None:
-    """Raise TooLarge for a value with more than `most` entries, which a short text can create with aliases, or that
+    """Raise TooLarge for a value that has more than `most` entries, which a short text can create with aliases, or that
     contains itself."""
     stack, total = [value], 0
     while stack:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 MOST_WORDS = 6
-"""Most sentences of a record that are printed; the rest is in its report."""
+"""Maximum number of sentences of a record that are printed; the rest is in its report."""
 
 
 def printable(text: object) -> str:
@@ -38,12 +38,12 @@ class Printed:
 
 
 def figures(values: dict[str, float | None]) -> str:
-    """Names and values in one line, without unknown ones."""
+    """Names and values in one line, without unknown values."""
     return ", ".join(f"{name} {value:.4g}" for name, value in values.items() if value is not None)
 
 
 def shortened(sentences: Sequence[str], most: int = MOST_WORDS) -> list[str]:
-    """The first sentences, and how many more there are."""
+    """The first sentences, and the number of further ones."""
     more = len(sentences) - most
     return [*sentences[:most], *([f"... and {more} more: see its report"] if more > 0 else [])]
 

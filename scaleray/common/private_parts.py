@@ -1,9 +1,8 @@
 """Private parts of Ray and MLflow that scaleray overrides or calls: their benefit, and whether they are used.
 
-A part is used if everything that it replaces has the recorded signature, and if the library's release is the tested
-one. Otherwise that part is switched off, with one line in the log. `SCALERAY_PRIVATE_PARTS=0` switches off all parts
-that only save time. A protective part depends only on the signatures: it has no switch, and is also used with an
-untested release.
+A part is used if everything that it replaces has the recorded signature and the library's release is the tested one.
+Otherwise that part is disabled, with one line in the log. `SCALERAY_PRIVATE_PARTS=0` disables all parts that only save
+time. A protective part depends only on the signatures: it cannot be disabled, and is used with untested releases too.
 """
 
 import functools
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from scaleray.common.installed import NEWEST_TESTED, is_tested
 
 SWITCH = "SCALERAY_PRIVATE_PARTS"
-"""Environment variable: 0 switches off all parts that only save time."""
+"""Environment variable: 0 disables all parts that only save time."""
 ADDED_BY_RAY = "_ray_trace_ctx"
 """Parameter that Ray adds to the methods of a class when it makes the class an actor."""
 
@@ -26,7 +25,7 @@ ADDED_BY_RAY = "_ray_trace_ctx"
 class PrivatePart:
     """One private part.
 
-    file: the module that uses it. gain, without: effect of the part, and of its absence. signatures: parameters of the
+    file: module that uses it. gain, without: effect of the part, and of its absence. signatures: parameters of the
     replaced or called functions, by `module:name`. protects: whether it does more than save time.
     """
 
@@ -39,18 +38,18 @@ class PrivatePart:
     protects: bool = False
 
     def is_possible(self) -> bool:
-        """Whether the switch and the installed release allow it. Does not import the library."""
+        """Whether the switch and the installed release allow the part. Does not import the library."""
         if self.protects:
             return True
         if os.environ.get(SWITCH) == "0":
             return False
         if not is_tested(self.library):
-            _log_once(self.name, f"{self.library} {NEWEST_TESTED[self.library]} is the release that it was tested with")
+            _log_once(self.name, f"{self.library} {NEWEST_TESTED[self.library]} is the tested release")
             return False
         return True
 
     def is_used(self) -> bool:
-        """Whether it is used here. Imports the modules that it overrides."""
+        """Whether the part is used here. Imports the modules that it overrides."""
         return self.is_possible() and self._is_as_recorded()
 
     def _is_as_recorded(self) -> bool:
@@ -144,7 +143,7 @@ QUIET_WATCHER = PrivatePart(
     "quiet watcher",
     "ray",
     "scaleray/launch/workers/ray_train.py",
-    "a line of Ray Train's preemption watcher, logged as an error at every start, is left out",
+    "a line of Ray Train's preemption watcher, logged as an error at every start, is hidden",
     "the line is shown; it is harmless",
     {
         "ray._private.ray_logging:WorkerStandardStreamDispatcher.add_handler": "(self, name, handler)",
@@ -155,7 +154,7 @@ LOOPBACK = PrivatePart(
     "loopback",
     "ray",
     "scaleray/launch/cluster/loopback.py",
-    "a Ray on this machine listens on 127.0.0.1 alone (`RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1` is its own switch)",
+    "a Ray on this machine listens only on 127.0.0.1 (`RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1` is its own switch)",
     "it listens on all interfaces, and requires the token",
     {"ray._private.services:get_node_ip_address": "(address=None)", "ray.util:get_node_ip_address": "(address=None)"},
     protects=True,
@@ -202,8 +201,8 @@ EMPTY_ANSWERS = PrivatePart(
     "empty answers",
     "mlflow",
     "scaleray/recording/store.py",
-    "an answer without a body, as of a proxy whose MLflow is away, is an error, and the write is repeated",
-    "MLflow's client takes such an answer for a success: the points are only in the run folder",
+    "an answer without a body, as from a proxy whose MLflow is down, counts as an error, and the write is repeated",
+    "MLflow's client takes such an answer for success, so the points are only in the run folder",
     {"mlflow.utils.rest_utils:verify_rest_response": "(response, endpoint, expected_status=200)"},
     protects=True,
 )

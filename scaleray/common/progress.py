@@ -1,5 +1,5 @@
-"""Current activity of a command: stages opened by its code, for a display. Without a display a stage costs next to
-nothing, so any module may open one; those of workers are not shown.
+"""Current activity of a command, as stages that its code opens for a display. Without a display, a stage costs next to
+nothing, so any module may open one; stages of workers are not shown.
 """
 
 import contextlib
@@ -12,8 +12,8 @@ from typing import Protocol
 class Stage:
     """One activity in progress.
 
-    total: amount to do, in `unit`; None: unknown. before: amount done before it began, as in a resumed run. done:
-    amount done so far. note: additional information.
+    total: amount to do, in `unit`; None if unknown. before: amount done before the stage began, as in a resumed run.
+    done: amount done so far. note: additional information.
     """
 
     def __init__(self, name: str, *, total: float | None = None, unit: str = "", before: float = 0.0) -> None:
@@ -39,7 +39,7 @@ class Stage:
 
 
 class Display(Protocol):
-    """Display of stages; called in the thread that opens and closes them."""
+    """Display of stages, called in the thread that opens and closes them."""
 
     def begin(self, stage: Stage) -> None:
         """Show that a stage has begun."""

@@ -1,4 +1,4 @@
-"""Independent random streams from one seed: for model, data, and dropout per rank."""
+"""Independent random streams from one seed, for the model, the data, and each rank's dropout."""
 
 import contextlib
 import hashlib
@@ -29,7 +29,7 @@ def seed_everything(seed: int) -> None:
 def seed_row(seed: int) -> None:
     """Seed the CPU's global generators of torch, numpy and Python for one row of a data set. seed: 64 bits.
 
-    Each gets different bits: all three are Mersenne twisters, which would give equal numbers from equal seeds.
+    Each generator gets different bits, since all three are Mersenne twisters, which give equal numbers for equal seeds.
     """
     torch.default_generator.manual_seed(seed & 0xFFFFFFFF)  # it uses only these bits
     np.random.seed(seed >> 32)
@@ -86,7 +86,7 @@ def _float(bits: int) -> float | None:
 
 @contextlib.contextmanager
 def same_switches() -> Iterator[None]:
-    """Context that restores torch's switches: trainings share a process, and must not affect each other."""
+    """Context that restores torch's switches, so that trainings in one process do not affect each other."""
     was_deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     benchmark, allows_tf32 = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
     matmul_precision = torch.get_float32_matmul_precision()
@@ -100,7 +100,7 @@ def same_switches() -> Iterator[None]:
 
 
 def use_deterministic_algorithms() -> None:
-    """Set torch's switches for bitwise reproducible runs; operations without a deterministic algorithm raise."""
+    """Set torch's switches for bitwise reproducible runs; operations without a deterministic algorithm then raise."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first call
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

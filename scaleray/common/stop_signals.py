@@ -12,7 +12,7 @@ def on_sigterm(handle: Callable[[], None], *, once: bool = False) -> Iterator[No
     """Call `handle` for each SIGTERM during the context; does nothing outside the main thread, where Python does not
     allow handlers.
 
-    once: the next one ends the process, as it would without this context.
+    once: whether a second SIGTERM ends the process, as it would without this context.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -33,13 +33,13 @@ def on_sigterm(handle: Callable[[], None], *, once: bool = False) -> Iterator[No
 
 
 def sigterm_like_ctrl_c() -> contextlib.AbstractContextManager[None]:
-    """Context in which SIGTERM has the effect of Ctrl-C, which frees the workers."""
+    """Context in which SIGTERM has the effect of Ctrl-C, so that workers are released."""
     return on_sigterm(_interrupt_here)
 
 
 def interrupt() -> None:
-    """End this command like Ctrl-C, from any thread; by SIGTERM if SIGINT is ignored, as in a background job of a
-    script."""
+    """End this command like Ctrl-C, from any thread; with SIGTERM if SIGINT is ignored, as in a script's background
+    job."""
     is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     os.kill(os.getpid(), signal.SIGTERM if is_ignored else signal.SIGINT)
 

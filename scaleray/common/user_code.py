@@ -1,4 +1,4 @@
-"""The user's code: calling it with errors that show the user's lines, and finding its modules."""
+"""Call the user's code, with errors that show the user's lines, and find its modules."""
 
 import contextlib
 import inspect
@@ -20,7 +20,7 @@ _HOMES = tuple(
 
 
 def call_user_code(call: Any, *, what: str, doing: str) -> Any:
-    """Run the user's code; an exception becomes a WorkloadError that shows only the user's part of the traceback."""
+    """Run the user's code; exceptions become a WorkloadError that shows only the user's part of the traceback."""
     try:
         return call()
     except ScaleRayError:
@@ -36,7 +36,7 @@ def no_exit(what: str) -> Iterator[None]:
     """Context for user code that must not end the process: sys.exit() and everything else that is not an Exception
     become a WorkloadError. Exceptions, Ctrl-C and scaleray's own signals pass through.
 
-    Otherwise a run in which nothing was trained would end with exit code 0, and a Ray task would end its process.
+    Otherwise sys.exit() could end a run with exit code 0 although nothing was trained, or end a Ray task's process.
     """
     try:
         yield
@@ -72,7 +72,7 @@ def is_from_outside(exc: BaseException) -> bool:
 def user_traceback(exc: BaseException) -> str:
     """Traceback of `exc` without the frames of scaleray, the import system and installed libraries.
 
-    Keeps the very last frame if none is the user's, so that there is always a location.
+    Keeps the last frame if none is the user's, so that there is always a location.
     """
     frames = traceback.extract_tb(exc.__traceback__)
     mine = user_frames(frames) or frames[-1:]
@@ -83,11 +83,11 @@ def user_traceback(exc: BaseException) -> str:
 
 
 def _shown_alone(exc: BaseException) -> list[str]:
-    """The exception without its traceback, even if its own text fails."""
+    """The exception as text without its traceback, even if its own `__str__` fails."""
     try:
         return traceback.format_exception_only(exc)
     except Exception as failed:
-        return [f"{type(exc).__name__}, whose text cannot be made: {type(failed).__name__}\n"]
+        return [f"{type(exc).__name__}, whose __str__ failed: {type(failed).__name__}\n"]
 
 
 def user_frames(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
@@ -106,7 +106,7 @@ def place_of(cls: type, name: str | None = None) -> str:
 
 
 def user_modules(workload: Any) -> list[ModuleType]:
-    """Modules that exist only on the user's machine: the workload's own and its neighbours, but no installed package.
+    """Modules that exist only on the user's machine: the workload's own and its neighbours, but no installed packages.
 
     They must be sent to the workers by value.
     """
@@ -118,7 +118,7 @@ def user_modules(workload: Any) -> list[ModuleType]:
 
 
 def modules_beside(file: Path) -> list[ModuleType]:
-    """Modules imported from a user's file, and from files in and below its import root."""
+    """Modules imported from a user's file and from files in its import root and the folders below."""
     folder = import_root(file)
     return [
         module

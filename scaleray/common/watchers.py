@@ -1,9 +1,9 @@
 """Observers of a training, and the guard that keeps their errors from ending it.
 
-A watcher reads or reports a training and decides nothing: without it, the weights are the same to the bit. A new one
-gets a name here and is called through a `Guard`. Code that decides, or whose output is a result (evaluations,
-checkpoints, final weights), is not a watcher; nor is the recorder as a whole: its loss ends the run, since a run
-without a record is worthless.
+A watcher reads or reports a training and decides nothing: without it, the weights are bit-identical. A new watcher gets
+a name here and is called through a `Guard`. Code that decides, or whose output is a result (evaluations, checkpoints,
+final weights), is not a watcher. Neither is the recorder as a whole: its loss ends the run, since a run without a
+record is worthless.
 """
 
 import logging
@@ -36,14 +36,13 @@ class Watcher(StrEnum):
 
 
 RETRIED = frozenset({Watcher.MESSAGES, Watcher.DISPLAY, Watcher.RECORDING, Watcher.PUBLISHING})
-"""Watchers whose calls are independent: a failed call loses its message, and the next one is still made.
-"""
+"""Watchers whose calls are independent: a failed call loses its message, and later calls are still made."""
 
 
 class Guard:
-    """Calls watchers. The first error of each is reported, with its consequence; after that it is no longer called.
+    """Calls watchers. The first error of a watcher is reported with its consequence; after that it is no longer called.
 
-    say: receives the message; None, or if it fails itself: the log. Not thread-safe: at worst, a message appears twice.
+    say: receives the message; if it is None or fails, the log does. Not thread-safe: at worst, a message appears twice.
     """
 
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
@@ -51,8 +50,8 @@ class Guard:
         self._failed: set[tuple[Watcher, str]] = set()
 
     def __call__(self, watcher: Watcher, look: Callable[[], T], otherwise: Any, *, part: str = "") -> T:
-        """Return the result of `look`, or `otherwise` if it fails or has failed before. part: the part of a watcher
-        that can fail separately.
+        """Return the result of `look`, or `otherwise` if it fails or has failed before. part: of a watcher, if its
+        parts fail separately.
         """
         if (watcher, part) in self._failed and watcher not in RETRIED:
             return otherwise

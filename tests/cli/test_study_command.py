@@ -85,7 +85,7 @@ def test_a_study_prints_its_table_and_where_everything_is_and_the_record_as_json
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--world-sizes", "1,two"], "comma-separated whole numbers"),
+        (["--world-sizes", "1,two"], "comma-separated list of whole numbers"),
         (["--world-sizes", ""], "--world-sizes"),
         (["--world-sizes", "1,3", "--oversubscribe"], "nearest: 6 or 9"),
         (["--world-sizes", "1,256", "--batch.global-size", "256"], "256"),
