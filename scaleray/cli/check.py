@@ -1,4 +1,4 @@
-"""`scaleray check`: quick test of a workload before training."""
+"""`scaleray check`: test a workload quickly before training it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`scaleray cluster`: files and processes of clusters."""
+"""`scaleray cluster`: write a cluster's files, and run clusters on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shell completion: that of cyclopts, with all config keys as options of the commands that accept them.
+"""Shell completion by cyclopts, with all config keys as options of the commands that accept them.
 
 cyclopts completes the options in a command's signature. Commands receive config keys as plain words, so the script is
 made from copies of the commands in which each key is an option with its choices.
@@ -23,7 +23,7 @@ Shell = Literal["bash", "zsh", "fish"]
 def install(app: App, shell: Shell | None, output: Path | None) -> Path:
     """Write the script for a shell, by default the current one, and return its path. Raises UsageError.
 
-    output: file to write to; by default the place where the shell looks for it, with a line in its start-up file.
+    output: file to write to; by default where the shell looks for it, with a line in its start-up file.
     """
     try:
         return with_config_keys(app).install_completion(shell=shell, output=output, add_to_startup=output is None)

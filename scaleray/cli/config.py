@@ -1,4 +1,4 @@
-"""`scaleray config`: the resolved config with its derived values, and all keys."""
+"""`scaleray config`: print the resolved config with its derived values, or all keys."""
 
 from __future__ import annotations
 

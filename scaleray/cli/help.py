@@ -1,4 +1,4 @@
-"""Help pages: command groups in order of use, text laid out for the terminal's width, missing arguments."""
+"""Help pages: commands grouped in order of use, text wrapped at the terminal's width, and missing arguments."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ All others: scaleray config keys [SECTION]. A first config: scaleray init."""
 
 
 class Pages(DefaultFormatter):
-    """The pages of cyclopts without the line breaks of the sources."""
+    """Help pages of cyclopts, without the line breaks of the source code."""
 
     def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
         for entry in panel.entries:
@@ -74,7 +74,7 @@ def add_in_order(app: App, group: Group, *commands: Any) -> None:
 
 
 def missing(error: MissingArgumentError) -> str:
-    """The argument to give, in the imperative."""
+    """Imperative sentence that names the missing argument."""
     argument = error.argument
     assert argument is not None
     if error.keyword is not None:

@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _has_lost_its_reader(output: int) -> bool:
-    """Whether the reader of this end of a pipe has gone."""
+    """Whether the reader of this end of a pipe is gone."""
     watch = select.poll()
     watch.register(output, 0)
     return any(state & select.POLLERR for _, state in watch.poll(0))
@@ -134,7 +134,7 @@ def _make_early_ends_failures() -> None:
 def run_command(arguments: list[str]) -> int:
     """Return the exit code of a command line; deliberate errors are printed as one message without a traceback."""
     if nul := next((word for word in arguments if "\0" in word), None):
-        return _fail(f"UsageError: an argument is {nul!r:.200}: it cannot hold a NUL character", 2)
+        return _fail(f"UsageError: an argument is {nul!r:.200}: it must not contain a NUL character", 2)
     try:
         result: Any = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
         return result if isinstance(result, int) else 0
@@ -158,13 +158,13 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _lacks_config(exc: ScaleRayError, arguments: list[str]) -> bool:
-    """Whether a command that needs a config was given neither a file nor config keys."""
+    """Whether a command that needs a config got neither a file nor config keys."""
     is_lacking = isinstance(exc, ConfigError) and exc.found is None and exc.key == "workload.name"
     return is_lacking and not any(word.partition("=")[0] in ("-c", "--config") for word in arguments)
 
 
 def _usage(exc: CycloptsError) -> str:
-    """The usage error in terms of the command line, and the command for help."""
+    """The usage error in terms of the command line, with the help command."""
     command = " ".join(["scaleray", *(exc.command_chain or ())])
     if isinstance(exc, MissingArgumentError) and exc.argument is not None:
         return f"UsageError: {missing(exc)}.\n  see {command} --help"

@@ -23,7 +23,7 @@ Uri = Annotated[
 
 
 AS_OPTIONS = Parameter(name="*", negative_bool="", negative_iterable="")
-"""Shows the fields of a dataclass as separate options, without --no-NAME and --empty-NAME."""
+"""Parameter that shows the fields of a dataclass as separate options, without --no-NAME and --empty-NAME."""
 Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
 """Config keys with their values, as `--section.key value`."""
 ConfigFile = Annotated[Path | None, Parameter(name=["--config", "-c"], help="YAML file of the run.")]
@@ -32,6 +32,6 @@ Json = Annotated[
     Parameter(name="--json", negative="", help="Print the result as JSON on stdout; everything else goes to stderr."),
 ]
 Flag = Annotated[bool, Parameter(negative="")]
-"""A switch that is off unless given."""
+"""Parameter for a switch that is off unless given."""
 Several = Annotated[tuple[str, ...], Parameter(negative="")]
-"""An option that may be repeated."""
+"""Parameter for an option that may be repeated."""

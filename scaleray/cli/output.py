@@ -1,4 +1,4 @@
-"""Output of a command: lines of text, or JSON on stdout with everything else on stderr."""
+"""Output of a command: lines of text, or JSON on stdout with all else on stderr."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 STOPPED = 130
-"""Exit code of a command ended by Ctrl-C, as of other programs (128 + SIGINT)."""
+"""Exit code of a command ended by Ctrl-C, as usual for programs (128 + SIGINT)."""
 
 
 class Output:
-    """json: stdout is only for JSON. width: columns of a console that is not a terminal; None keeps rich's default."""
+    """Output of a command. json: stdout is only for JSON. width: of a console that is not a terminal; None for rich's
+    default."""
 
     def __init__(self, *, json: bool, width: int | None = None) -> None:
         from rich.console import Console
@@ -38,20 +39,19 @@ class Output:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Return a context that shows a command's progress and keeps everything but its record off a stdout for JSON:
-        Ray prints the output of its daemons there."""
+        """Return a context that shows a command's progress and, with JSON, keeps everything but the record off stdout,
+        to which Ray prints its daemons' output."""
         with self.kept_clean(), self._stages:
             yield
 
     def kept_clean(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context that keeps other output off a stdout for JSON: Ray prints the output of its daemons
-        there."""
+        """Return a context that, with JSON, keeps other output off stdout, to which Ray prints its daemons' output."""
         return contextlib.redirect_stdout(sys.stderr) if self._json else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def with_stages() -> Iterator[None]:
-    """Context that shows the progress of a command on stderr; for commands that print plain lines."""
+    """Context that shows a command's progress on stderr, for commands that print plain lines."""
     from scaleray.common.progress import are_shown
 
     if are_shown():
@@ -68,8 +68,8 @@ def with_stages() -> Iterator[None]:
 def print_json(
     values: Mapping[str, Any], *, written: Mapping[str, str] | None = None, summary: str = "", in_a_line: bool = False
 ) -> None:
-    """Print the result of `--json`: one object with the version of its keys, and by name the absolute paths or URIs of
-    written files. summary: of a record, in one line. in_a_line: for a command that prints one object repeatedly."""
+    """Print the result of `--json`: one object with the version of its keys, and absolute paths or URIs of written
+    files by name. summary: of a record, in one line. in_a_line: for commands that print objects repeatedly."""
     from scaleray.records.json_record import SCHEMA_VERSION
 
     more = {"summary": summary} if summary else {}
@@ -78,7 +78,7 @@ def print_json(
 
 
 def written_in(folder: str) -> dict[str, str]:
-    """Folder of a run, study or sweep and its files by name; only the folder if it cannot be listed."""
+    """Folder of a run, study or sweep and its files, by name; only the folder if it cannot be listed."""
     from scaleray.common.filesystems import open_filesystem
 
     found = {"folder": folder}

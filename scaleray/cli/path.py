@@ -158,7 +158,7 @@ def _printed(name: str | None, until: str | None, *, json: bool) -> int:
 
 
 def _shown(path: PathRecord, *, json: bool, tables: bool = False) -> int:
-    """Show a path. tables: include all of its tasks."""
+    """Show a path. tables: include all its tasks."""
     from scaleray.records.terminal.printed_record import print_whole, width_of
     from scaleray.records.terminal.terminal_tables import as_rich
 

@@ -1,4 +1,4 @@
-"""`scaleray predict`: predictions of a run's model for other rows."""
+"""`scaleray predict`: predict other rows with a run's model."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ def predict(
 
 
 def _model(run: str | None, config: Path | None, options: PredictOptions) -> tuple[str, PredictOptions]:
-    """Return the run, and the options with the workload and tracking URI of a config; with a config, `--weights` is the
-    run.
+    """Return the run, and the options with a config's workload and tracking URI; with a config, `--weights` is the run.
 
     Raises UsageError.
     """

@@ -24,7 +24,7 @@ def profile(
     options: Annotated[ProfileOptions, AS_OPTIONS] = ProfileOptions(),
     json: Json = False,
 ) -> int:
-    """Report the limit of a training, the largest possible gain from removing it, and the next measure to try.
+    """Report what limits a training, the largest possible gain from removing it, and what to try next.
 
     `scaleray profile -c FILE` trains some steps and analyses them; config keys can be given as options, as for train.
     `scaleray profile RUN` analyses a recorded run: RUN is its folder or bucket, its name in the default storage path,

@@ -1,4 +1,4 @@
-"""`scaleray report`: page of a recorded run, study or sweep."""
+"""`scaleray report`: write the page of a recorded run, study or sweep."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def sweep(
 
 
 def _given_again(folder: str, config: Path | None, overrides: tuple[str, ...]) -> str | None:
-    """MLflow address, the only option that a continued sweep accepts. Raises ConfigError for any other."""
+    """MLflow's address, the only option that a continued sweep accepts. Raises ConfigError for any other."""
     from scaleray.config.loading import read_flags
 
     given = {key: entry.value for key, entry in read_flags(overrides).items()}

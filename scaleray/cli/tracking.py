@@ -1,4 +1,4 @@
-"""`scaleray tracking`: repair of MLflow records, MLflow's pages, and a team's results over time."""
+"""`scaleray tracking`: repair records in MLflow, open its pages, and show a team's results over time."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def train(
 
 
 def _kept(record: RunRecord, tracking_uri: str) -> list[str]:
-    """Lines on the report and on the page of all trainings. Never raises: the run itself is complete."""
+    """Lines on the report and on the page of all trainings. Never raises, since the run itself is complete."""
     from scaleray.launch.run.kept_page import keep_for_readers
     from scaleray.recording import saved_views
 

@@ -84,7 +84,7 @@ class NodeSeen:
 
 @dataclass(frozen=True, kw_only=True)
 class ClockSeen:
-    """Seconds by which a node's clock is ahead of the driver's. within_s: its error, half of the shortest round trip."""
+    """Seconds by which a node's clock is ahead of the driver's. within_s: error, half of the shortest round trip."""
 
     node: str
     ahead_s: float

@@ -115,6 +115,6 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _median_reached(values: list[int | None] | list[float | None]) -> float | None:
-    """Median that counts trials without the target as infinite, so that one lucky seed does not represent the others."""
+    """Median that counts trials without the target as infinite, so that a lucky seed does not represent others."""
     middle = statistics.median(math.inf if v is None else float(v) for v in values)
     return middle if math.isfinite(middle) else None

@@ -225,7 +225,7 @@ def _rows(point: Point, relative: Sequence[Row]) -> list[Row]:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """A law fitted to a curve. `held_out_error`: mean relative error of its speed-up at points excluded from the fit."""
+    """A law fitted to a curve. `held_out_error`: mean relative error of its speed-up at points left out of the fit."""
 
     law: str
     """Name of the law: `amdahl`, `gustafson`, `usl` or `planner`."""

@@ -22,7 +22,7 @@ SAMPLE = "null"
 @dataclass(frozen=True)
 class Kind:
     """Type of project. file: name of its files. words: description, for the question. extra: of the installation that
-    it needs. metric and better: requirement of its test on the sample data."""
+    it needs. metric, better: what its test requires on the sample data."""
 
     file: str
     words: str
@@ -115,5 +115,5 @@ def _write(texts: dict[Path, str]) -> None:
 
 
 def _quoted(text: str) -> str:
-    """Text in the form that YAML accepts within braces."""
+    """Text in a form that YAML accepts within braces."""
     return "'" + text.replace("'", "''") + "'"

@@ -1,8 +1,8 @@
 """Layout of a model on the GPUs of a cluster: the degree of each type of parallelism, and related settings.
 
 Ranks are numbered so that tensor parallel groups are neighbours, followed by context, data parallel, and the pipeline's
-stages: the parallelism with most communication stays inside the node (Narayanan et al. 2021, arXiv:2104.04473, section
-3). Experts are spread over the first three, from the inside out."""
+stages, so that the parallelism with most communication stays inside the node (Narayanan et al. 2021, arXiv:2104.04473,
+section 3). Experts are spread over the first three, from the inside out."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -18,18 +18,18 @@ Schedule = Literal["1f1b", "gpipe", "interleaved", "zero_bubble"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One way to distribute a training. `num_gpus` is the product of the degrees."""
+    """One way to distribute a training. `num_gpus` is the product of its degrees."""
 
     data: int = 1
     """Replicas of the model, sharded or not."""
     shard: int = 1
-    """GPUs over which a replica's state is sharded: `data` for FSDP, fewer for HSDP; 1 keeps it whole."""
+    """GPUs over which a replica's state is sharded: `data` for FSDP, fewer for HSDP, 1 for no sharding."""
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
     expert: int = 1
-    """Ranks over which a layer's experts are spread. They are taken from data, context and tensor parallel ranks, and
-    add no GPUs."""
+    """Ranks over which a layer's experts are spread. They are data, context and tensor parallel ranks, so they add no
+    GPUs."""
     micro_batch: int = 1
     """Samples in one pass of one replica."""
     accumulation: int = 1
@@ -38,22 +38,22 @@ class Layout:
     checkpointing: Checkpointing = "none"
     """`selective` recomputes the attention scores, `alternate` every other operation or layer, `full` every layer."""
     sequence_parallel: bool = False
-    """Whether norms and residuals are divided by the tensor parallel degree too."""
+    """Whether norms and residuals are also divided by the tensor parallel degree."""
     keeps_gathered: bool = True
     """Whether tensors that sequence parallel gathers for a product are kept for the backward pass; Megatron gathers
     them again."""
     schedule: Schedule = "1f1b"
     even_stages: bool = False
-    """Whether every stage has the same number of layers (Megatron); otherwise stages are divided so that the slowest is
-    as fast as possible."""
+    """Whether every stage has the same number of layers (Megatron); otherwise layers are divided so that the slowest
+    stage is as fast as possible."""
     filled_stages: bool = False
-    """Whether every stage takes layers until it has exceeded its share of the compute (nanotron), so that the first
-    ones hold most."""
+    """Whether every stage takes layers until it exceeds its share of the compute (nanotron), so that the first stages
+    hold most."""
     chunks: int = 1
-    """Parts of the model held by each pipeline stage; more than 1 only with the interleaved schedule."""
+    """Parts of the model that each pipeline stage holds; more than 1 only with the interleaved schedule."""
     precision: str = "bf16"
     is_mixed: bool = True
-    """16-bit compute with a 32-bit master copy; False trains only in `precision`."""
+    """Whether compute is 16-bit with a 32-bit master copy; False trains only in `precision`."""
     gradient_bytes: float = 2
     """Bytes of one gradient element in the reduction; below 1 with compression."""
     optimizer_bytes: int = 8
@@ -61,7 +61,7 @@ class Layout:
     SGD."""
     compiled: bool = False
     overlaps_tensor: bool = False
-    """Whether tensor parallel communication runs during the products (async TP)."""
+    """Whether tensor parallel communication overlaps with the products (async TP)."""
     overlaps_data: bool = True
     """Whether gradients are reduced during the backward pass."""
     overlaps_gather: bool = False
@@ -79,11 +79,11 @@ class Layout:
     channels_last: bool = False
     """Whether images have the memory layout preferred by 16-bit convolutions, which is not PyTorch's default."""
     extra_s: float = 0.0
-    """Seconds of the recipe's additional work in each step's backward pass, known from elsewhere, such as statistics of
-    every gradient."""
+    """Seconds of the recipe's additional work in each step's backward pass, such as statistics of every gradient, if
+    known from elsewhere."""
     engine: Engine = "torch"
     """Library that manages memory. `deepspeed` keeps gradients and the optimizer's inputs in long rows; `planned`
-    allocates all tensors in advance (XLA, OneFlow), so that those that are not needed at the same time share memory,
+    allocates all tensors in advance (XLA, OneFlow), so that tensors that are not needed at the same time share memory,
     without fragmentation."""
     offloads: bool = False
     """Whether optimizer state is in the host's memory."""
@@ -120,8 +120,8 @@ class Layout:
 
     @property
     def num_shards(self) -> int:
-        """GPUs over which a replica's state is sharded, if it is; the ranks of a context parallel group hold the same
-        state, and share it."""
+        """GPUs over which a replica's state is sharded, if at all; the ranks of a context parallel group hold the same
+        state and share it."""
         return (self.shard if 1 < self.shard < self.data else self.data) * self.context
 
     @property
@@ -146,7 +146,7 @@ class Layout:
         return " x ".join(words) or "single"
 
     def describe(self) -> str:
-        """The strategy with the other settings that determine memory and time."""
+        """The strategy with the other settings that determine memory and time, as text."""
         # ZeRO-1 and 2 always shard over all replicas
         shard = f" shard {self.shard}" if self.sharding == "zero3" and self.shard != self.data else ""
         recompute = {
@@ -174,8 +174,7 @@ class Group:
 
 
 def group_of(cluster: Cluster, num_ranks: int, stride: int, *, num_gpus: int) -> Group:
-    """The group of `num_ranks` ranks at a distance of `stride` on the `num_gpus` GPUs of `cluster` that a layout
-    uses."""
+    """The group of `num_ranks` ranks, `stride` apart, on the `num_gpus` GPUs of `cluster` that a layout uses."""
     used = min(cluster.gpus_per_node, num_gpus)
     per_node = max(1, min(num_ranks, used // stride))
     num_nodes = -(-num_ranks // per_node)

@@ -2,8 +2,8 @@
 
 Model states as in ZeRO (arXiv:1910.02054), activations as in Korthikanti et al. 2022 (arXiv:2205.05198), the unsharded
 unit of FSDP as in Zhao et al. 2023 (arXiv:2304.11277). `allocated` corresponds to torch.cuda.max_memory_allocated,
-`reserved` adds the caching allocator's loss to fragmentation, `device` adds the context and the communication library,
-as counted by nvidia-smi. A step has several possible peaks with different contents: logits at the loss, a recomputed
+`reserved` adds the caching allocator's fragmentation, and `device` adds the context and the communication library, as
+nvidia-smi counts them. A step has several possible peaks with different contents: logits at the loss, a recomputed
 layer in the backward pass, widened gradients in the optimizer's step."""
 
 import itertools
@@ -31,19 +31,18 @@ CONTEXT_BYTES = 1.0 * GIB
 COLLECTIVE_BYTES = 0.5 * GIB
 """NCCL's channels and buffers, for each group of a rank: two dozen channels with 10 MiB each in both directions."""
 LIVE_PARAMS = 1e9
-"""Most parameters that DeepSpeed's ZeRO-3 keeps whole at a time (stage3_max_live_parameters)."""
+"""Maximum parameters that DeepSpeed's ZeRO-3 keeps unsharded at a time (stage3_max_live_parameters)."""
 PIPELINE_GROUPS = 3
 """Communication groups of a rank in a pipeline: all stages, and the pairs with the next and the previous one."""
 BUCKET_BYTES = 1e9
 """Bytes of a bucket in which ZeRO-1 and 2 reduce 16-bit gradients: DeepSpeed's 500 million elements."""
 ALTERNATE_SHARE = 1 / 3
-"""Share of a block's activations that are kept with alternate recomputation, if it is unknown which operations are
-products."""
+"""Share of a block's activations that alternate recomputation keeps, if it is unknown which operations are products."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on the fullest GPU, at its peak: a part that is absent then is 0."""
+    """Bytes on the fullest GPU at its peak; a part that is absent at the peak is 0."""
 
     parameters: float
     gradients: float
@@ -51,7 +50,7 @@ class MemoryEstimate:
     activations: float
     logits: float
     unsharded: float
-    """Units of FSDP that are temporarily whole, with their gradients."""
+    """FSDP units that are temporarily unsharded, with their gradients."""
     buckets: float
     """Second copies of gradients while they are reduced."""
     fragmentation: float
@@ -108,7 +107,7 @@ def memory(model: ModelProfile, layout: Layout) -> MemoryEstimate:
 
 
 def activation_bytes(block: Block, layout: Layout, checkpointing: Checkpointing | None = None) -> float:
-    """Bytes that one block keeps of one micro-batch until its backward pass. checkpointing: replaces the layout's."""
+    """Bytes that one block keeps of one micro-batch until its backward pass. checkpointing: overrides the layout's."""
     checkpointing = checkpointing or layout.checkpointing
     samples = layout.micro_batch / layout.context
     width = element_bytes(layout) / 2
@@ -144,8 +143,8 @@ def micro_batches_in_flight(layout: Layout) -> float:
 
 @dataclass(frozen=True, eq=False)
 class _Stage:
-    """A stage of a pipeline. index: the first stage that holds these blocks. layers: those other than the head, each
-    with its count."""
+    """A stage of a pipeline. index: of the first stage that holds these blocks. layers: blocks other than the head,
+    each with its count."""
 
     index: int
     blocks: tuple[Block, ...]
@@ -159,7 +158,7 @@ class _Stage:
 
 @remembered("pipeline", "even_stages", "filled_stages")
 def _stages(layout: Layout, model: ModelProfile) -> tuple[_Stage, ...]:
-    """Return the distinct stages. Of equal ones, the first needs the most memory, for micro-batches."""
+    """Return the distinct stages. Of equal ones, the first needs the most memory, for its micro-batches."""
     singles = [block for block in model.blocks for _ in range(block.count)]
     cuts = [0, len(singles)]
     if layout.pipeline > 1:
@@ -181,8 +180,8 @@ def _stages(layout: Layout, model: ModelProfile) -> tuple[_Stage, ...]:
 
 
 def _moments(stage: _Stage, layout: Layout) -> tuple[tuple[tuple[float, ...], float], ...]:
-    """Memory of the stage at each possible peak of a step: the allocated parts of a `MemoryEstimate`, and further bytes
-    lost to fragmentation. Only numbers, for speed, as there are thousands of layouts.
+    """Memory of the stage at each possible peak of a step: the allocated parts of a `MemoryEstimate`, and bytes lost to
+    fragmentation. Plain numbers, for speed, since there are thousands of layouts.
     """
     accumulates = layout.accumulation > 1
     held = _held(layout, stage, accumulates)
@@ -225,7 +224,7 @@ def _activations(layout: Layout, stage: _Stage) -> tuple[float, float, float, fl
 @dataclass(frozen=True)
 class _Held:
     """Bytes of a stage that do not depend on the micro-batch. `update`: needed only in the optimizer's step;
-    `unsharded`: FSDP units that are whole during a pass; `reduced`: of the gradient being reduced."""
+    `unsharded`: of FSDP units that are gathered during a pass; `reduced`: of the gradient being reduced."""
 
     parameters: float
     gradients: float
@@ -284,7 +283,7 @@ def _held(layout: Layout, of: _Stage, accumulates: bool) -> _Held:
 
 
 def _unsharded(of: _Stage, layout: Layout) -> tuple[float, float]:
-    """Bytes of FSDP's units that are whole during a pass, and of the gradient being reduced."""
+    """Bytes of FSDP units that are gathered during a pass, and of the gradient being reduced."""
     stage = of.blocks
     if layout.sharding != "zero3" or layout.num_shards == 1:
         return 0.0, 0.0
@@ -322,7 +321,7 @@ Verdict = Literal["fits", "may not fit", "does not fit"]
 
 HEADROOM = 0.05
 
-"""Share of the GPU's memory that is kept free. A published run failed although the planner predicted 3.8 % free."""
+"""Share of the GPU's memory to keep free. A published run failed although the planner predicted 3.8 % free."""
 
 
 def memory_interval(needed: MemoryEstimate) -> Estimate:
@@ -333,7 +332,7 @@ def memory_interval(needed: MemoryEstimate) -> Estimate:
 
 
 def verdict(needed: MemoryEstimate, gpu: Gpu) -> Verdict:
-    """Verdict on the prediction and its interval, compared with all of the GPU's memory available to a process."""
+    """Verdict on whether the prediction and its interval fit into the GPU's memory that is available to a process."""
     card = gpu.memory_gib * GIB
     if needed.spare_bytes(gpu) < HEADROOM * card:
         return "does not fit"

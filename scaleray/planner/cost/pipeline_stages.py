@@ -1,5 +1,5 @@
-"""Division of a model into pipeline stages: the same number of layers in each, or the fastest possible slowest
-stage."""
+"""Divide a model into pipeline stages: with the same number of layers in each, or so that the slowest stage is as fast
+as possible."""
 
 from scaleray.planner.models.block_counts import ModelProfile
 
@@ -8,7 +8,7 @@ PRECISION = 1e-6
 
 
 def even_cuts(model: ModelProfile, num_stages: int) -> list[int]:
-    """Positions at which to cut the list of blocks so that each stage has the same number of repeated ones."""
+    """Positions at which to cut the list of blocks so that each stage has the same number of repeated blocks."""
     singles = [block.count > 1 for block in model.blocks for _ in range(block.count)]
     if not any(singles):
         singles = [True] * len(singles)
@@ -40,7 +40,7 @@ def filled_cuts(costs: list[float], num_stages: int) -> list[int]:
 
 
 def _fits(backwards: list[float], limit: float, num_stages: int) -> bool:
-    """Whether `_cut` makes at most this many stages; called dozens of times per cut."""
+    """Whether `_cut` would make at most this many stages; called dozens of times per cut."""
     filled, limit = 0.0, limit * (1 + 1e-9)
     for cost in backwards:
         together = filled + cost
@@ -54,7 +54,7 @@ def _fits(backwards: list[float], limit: float, num_stages: int) -> bool:
 
 
 def _cut(costs: list[float], limit: float) -> list[int]:
-    """Starts of stages that cost at most `limit`, filled from the last one backwards: the first, with the most
+    """Starts of stages that cost at most `limit`, filled from the last backwards. The first stage, which has the most
     micro-batches in flight, gets the rest."""
     starts, filled = [0], 0.0
     for index in range(len(costs) - 1, -1, -1):

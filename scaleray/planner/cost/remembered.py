@@ -1,5 +1,5 @@
-"""Cache of results shared by many layouts: a cost declares its inputs, and is computed once for all layouts that agree
-in them. A survey of 16,384 GPUs has tens of thousands of layouts, which differ in a degree or two."""
+"""Cache results that many layouts share: a cost declares its inputs, and is computed once for all layouts with equal
+inputs. A survey of 16,384 GPUs has tens of thousands of layouts, which differ in only a degree or two."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from scaleray.planner.cost.layout import Layout
 
 MOST = 2**14
-"""Cached results per function: more than one survey needs."""
+"""Maximum cached results per function, more than one survey needs."""
 
 Others = TypeVarTuple("Others")
 T = TypeVar("T")
 
 
 def remembered(*fields: str) -> Callable[[Callable[[Layout, *Others], T]], Callable[[Layout, *Others], T]]:
-    """Cache the results of a pure function of a layout and other objects, by these fields of the layout and the others.
+    """Cache the results of a pure function of a layout and other objects, by these fields and the objects.
 
     The function must read no other field. The other objects are distinguished by identity: they must be long-lived,
     such as a block or a GPU, not numbers. `forget`, an attribute of the new function, clears the cache."""

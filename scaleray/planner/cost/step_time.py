@@ -1,9 +1,9 @@
-"""Duration of one optimizer step, and its parts.
+"""Duration of one optimizer step, and of its parts.
 
-Compute of the slowest stage for every micro-batch, plus communication that compute cannot hide, plus the pipeline's
-bubble, the optimizer, and the wait for the slowest rank. Overlap is a window: a concurrent collective costs the part
-that does not fit into the window, and `leak` of the rest, as it takes SMs and bandwidth from the compute that hides it.
-Sources: pipeline, Narayanan et al. 2021, arXiv:2104.04473; FSDP, Zhao et al. 2023, arXiv:2304.11277;
+A step is the compute of the slowest stage for every micro-batch, plus communication that compute cannot hide, the
+pipeline's bubble, the optimizer, and the wait for the slowest rank. Overlap is a window: a concurrent collective costs
+the part that does not fit into the window, and `leak` of the rest, since it takes SMs and bandwidth from the compute
+that hides it. Sources: pipeline, Narayanan et al. 2021, arXiv:2104.04473; FSDP, Zhao et al. 2023, arXiv:2304.11277;
 ZeRO, arXiv:1910.02054.
 """
 
@@ -23,7 +23,7 @@ from scaleray.planner.cost.remembered import remembered
 from scaleray.planner.models.block_counts import ModelProfile
 
 HIDDEN_SHARE = 0.7
-"""Share of an interleaved schedule's transfers that is hidden: they run during the compute of another part of the
+"""Share of an interleaved schedule's transfers that is hidden, as they run during the compute of another part of the
 model.
 """
 
@@ -35,9 +35,9 @@ def idle_micro_batches(layout: Layout) -> float:
 
 
 def hand_overs_s(model: ModelProfile, layout: Layout, cluster: Cluster, constants: Constants) -> list[float]:
-    """Seconds of each boundary between two stages, for one micro-batch: its activations forward and their gradient
-    back. In steady 1F1B this round trip is on the critical path of both stages, so a stage's most expensive boundary
-    lengthens its period. Only boundaries between nodes use the network."""
+    """Seconds of each boundary between two stages for one micro-batch: sending its activations forward and their
+    gradient back. In steady 1F1B this round trip is on the critical path of both stages, so a stage's most expensive
+    boundary lengthens its period. Only boundaries between nodes use the network."""
     boundary = max(block.boundary_bytes for block in model.blocks) * layout.micro_batch / layout.context
     nbytes = boundary * element_bytes(layout) / 2 / (layout.tensor if layout.sequence_parallel else 1)
     exposed = 1.0 if layout.chunks == 1 else (1 - HIDDEN_SHARE) * layout.chunks
@@ -56,7 +56,7 @@ def hand_overs_s(model: ModelProfile, layout: Layout, cluster: Cluster, constant
 
 
 ROUNDING = 1e-9
-"""Bound on the relative error of sums over a model's blocks, in any order of summation."""
+"""Bound on the relative error of a sum over a model's blocks, in any order of summation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class StepTime:
     straggler_s: float
     overhead_s: float
     exchange_comm_s: float = 0.0
-    """Exposed exchange: tokens sent to experts and back, keys and values of context parallel ranks."""
+    """Exposed exchanges: tokens sent to experts and back, and keys and values of context parallel ranks."""
     hidden_comm_s: float = 0.0
     """Communication that runs during compute; not included in the total."""
     sent_bytes: float = 0.0
@@ -175,8 +175,8 @@ def least_step_s(
     fused_attention: bool = True,
     constants: Constants = DEFAULT,
 ) -> float:
-    """Lower bound on `step_time` that is much cheaper to compute: every micro-batch and the bubble at the pace of an
-    average stage, which the slowest one cannot beat, and nothing else."""
+    """Lower bound on `step_time` that is much cheaper to compute: only the micro-batches and the bubble, at the pace of
+    an average stage, which the slowest stage cannot beat."""
     whole = _whole(layout, model, cluster, measured or UNMEASURED, fused_attention, constants)
     passes = layout.accumulation + idle_micro_batches(layout)
     return passes * whole.total_s / layout.pipeline * (1 - ROUNDING)
@@ -227,8 +227,8 @@ def _cuts(
 
 
 def _slowest(stages: list[BlockPass], hand_overs: list[float]) -> tuple[BlockPass, float]:
-    """The stage with the most compute, and the time that transfers add to each micro-batch, there or at a stage that
-    they make even slower."""
+    """The stage with the most compute, and the time that transfers add to each micro-batch at that stage, or at one
+    that they make even slower."""
     seconds = [stage.total_s for stage in stages]
     most = max(seconds)
     slowest = stages[seconds.index(most)]
@@ -239,7 +239,7 @@ def _slowest(stages: list[BlockPass], hand_overs: list[float]) -> tuple[BlockPas
 
 
 def _stretched(stage: BlockPass, layout: Layout) -> tuple[float, float, float]:
-    """Seconds of the forward pass, the backward pass and recomputation of one micro-batch."""
+    """Seconds of one micro-batch's forward pass, backward pass and recomputation."""
     # the host launches kernels while the GPU runs them: a stage cannot be faster than its launches
     stretch = max(1.0, stage.launch_s / max(stage.forward_s + stage.backward_s + stage.recompute_s, 1e-12))
     # statistics of gradients are computed as these appear, concurrently with communication
@@ -333,8 +333,8 @@ def _sharded_comm(
 
 
 def _hide(comm_s: float, window_s: float, tail_s: float, constants: Constants) -> tuple[float, float]:
-    """(exposed, hidden): exposed is the part that does not fit into the compute, at least the tail, plus the leak of
-    the rest.
+    """(exposed, hidden) seconds. Exposed is the part that does not fit into the compute, but at least the tail, plus
+    the leak of the rest.
     """
     exposed = min(comm_s, max(tail_s, comm_s - window_s))
     hidden = comm_s - exposed

@@ -1,11 +1,12 @@
 """Uncertainty of a prediction: an interval from the planner's errors on published measurements, and the reasons for its
 width.
 
-It uses the spread of the logarithm of measured over predicted step time: 5 and 95 % quantiles with equal weight for
-each source, so that about 90 % of measurements are inside. Predictions from data sheets share one spread. A prediction
-from a measured point has a narrow spread near that point, and a reason for every difference from it, whose widths are
-added in quadrature as independent errors. To validate, run `python -m jobs.planner_evidence validate DATA
---transfers`."""
+The interval is the spread of the logarithm of measured over predicted step time: its 5 and 95 % quantiles, with equal
+weight for each source, so that about 90 % of measurements are inside. Predictions from data sheets share one spread. A
+prediction from a measured point has a narrow spread near that point; each difference from the point is a reason that
+widens it, and widths are added in quadrature, as independent errors. To validate, run `python -m jobs.planner_evidence
+validate DATA --transfers`.
+"""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from scaleray.records.study_record import Estimate
 
 @dataclass(frozen=True)
 class Spread:
-    """Quantiles of log(measured / predicted): `low` and `high` hold 90 % of the measurements of its class."""
+    """Quantiles of log(measured / predicted): 90 % of the measurements of a class are between `low` and `high`."""
 
     low: float
     high: float
@@ -39,9 +40,9 @@ SPREADS: dict[str, Spread] = {
 # Additional width of an anchored interval for each difference from the measured point, as logarithms down and up;
 # `python -m jobs.planner_evidence validate DATA --transfers` validates them.
 NEAR_DOUBLINGS = 1.5
-"""Doublings of the GPUs within which a question is near its measured point."""
+"""Doublings of the GPUs within which a question counts as near its measured point."""
 OF_A_DOUBLING = (0.04, 0.10)
-"""Width for each doubling of the GPUs beyond `NEAR_DOUBLINGS`: measured steps are slower than predicted more often than
+"""Width for each doubling of the GPUs beyond `NEAR_DOUBLINGS`; measured steps are more often slower than predicted than
 faster."""
 OF_A_NETWORK = 2.0
 """Possible error factor of the time of collectives on an unmeasured network: sources differ by 1.5 (`calibration`),
@@ -50,11 +51,11 @@ OF_A_LAYOUT = (0.20, 0.25)
 """Width for a tensor, pipeline, context or expert parallel degree, recomputation or sharding that differs from the
 measured one."""
 OF_A_MICRO_BATCH = (0.25, 0.30)
-"""Width for each doubling or halving of the micro-batch beyond the first: small ones are limited by launches, large
-ones by arithmetic."""
+"""Width for each doubling or halving of the micro-batch beyond the first: launches limit small micro-batches,
+arithmetic large ones."""
 OF_A_GPU = (0.45, 0.50)
-"""Width for a point measured on another type of GPU: wider than from data sheets alone, as it includes the errors of
-both types."""
+"""Width for a point measured on another type of GPU, which is wider than from data sheets alone, since it includes the
+errors of both types."""
 
 WIDER = 1.5
 """Factor of an interval's logarithm if a layout differs from the measurements behind it; estimated, not measured."""
@@ -82,8 +83,8 @@ class Anchor:
 
 @dataclass(frozen=True)
 class Reason:
-    """Reason why an interval is wider than the narrowest of its kind, with the width that it adds, as logarithms down
-    and up."""
+    """Reason why an interval is wider than the narrowest of its kind, with the widths that it adds below and above, as
+    logarithms."""
 
     words: str
     low: float
@@ -91,8 +92,8 @@ class Reason:
 
 
 def reasons(anchor: Anchor | None, layout: Layout, cluster: Cluster, *, exposed_share: float) -> tuple[Reason, ...]:
-    """Differences of a question from the measured point. `exposed_share`: share of the predicted step that waits for
-    communication."""
+    """Differences between a question and the measured point. `exposed_share`: share of the predicted step that waits
+    for communication."""
     if anchor is None:
         return ()
     found = [
@@ -152,8 +153,8 @@ def _micro_batch(measured: Layout, asked: Layout) -> Reason | None:
 
 
 def doubts(layout: Layout, cluster: Cluster, *, is_guessed: bool = False) -> tuple[str, ...]:
-    """Differences of a question from nearly all measurements behind the intervals. is_guessed: whether the model's
-    shape is guessed."""
+    """Differences between a question and nearly all measurements behind the intervals. is_guessed: whether the model's
+    shape is a guess."""
     found = {
         f"tensor parallel over {layout.tensor} leaves the node": layout.tensor > cluster.gpus_per_node,
         f"a pipeline of {layout.pipeline} stages": layout.pipeline > 16,
@@ -169,20 +170,20 @@ def doubts(layout: Layout, cluster: Cluster, *, is_guessed: bool = False) -> tup
 
 
 def interval(step_time_s: float, kind: str, *, widened: Sequence[Reason] = (), doubted: bool = False) -> Estimate:
-    """The step time with the interval that holds 90 % of similar measurements; wider for each reason, and if no
+    """The step time with the interval that holds 90 % of similar measurements, widened for each reason and if no
     measurement is similar."""
     low, high = _widths(kind, widened, doubted=doubted)
     return Estimate(step_time_s, step_time_s * math.exp(-low), step_time_s * math.exp(high))
 
 
 def is_trusted(kind: str, *, widened: Sequence[Reason] = (), doubted: bool = False) -> bool:
-    """Whether the interval is narrower than a factor of two; otherwise the order of layouts may still be right, but not
-    the values."""
+    """Whether the interval is narrower than a factor of two; if not, the order of layouts may still be right, but the
+    values are unreliable."""
     return sum(_widths(kind, widened, doubted=doubted)) < math.log(2.0)
 
 
 def _widths(kind: str, widened: Sequence[Reason], *, doubted: bool) -> tuple[float, float]:
-    """Widths of the interval, as logarithms down and up."""
+    """Widths of the interval below and above, as logarithms."""
     spread, factor = SPREADS[kind], WIDER if doubted else 1.0
     low = math.hypot(spread.low, *(one.low for one in widened))
     high = math.hypot(spread.high, *(one.high for one in widened))

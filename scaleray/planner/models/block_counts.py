@@ -1,8 +1,8 @@
 """Cost of training a model, independent of the GPU: parameters, FLOPs, memory traffic and activations of each block.
 
-All values are per sample (a sequence, an image) and for the forward pass; the backward pass needs twice the matrix
-products. `transformers` and `convolutions` count from the shape; `training.flop_counter` counts a user's own model by
-running it once.
+All values are per sample (a sequence, an image) and for the forward pass; the backward pass needs twice as many matrix
+products. `transformers` and `convolutions` derive them from the shape; `training.flop_counter` counts a user's own
+model by running it once.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Matmul:
-    """`rows` x `inner` times `inner` x `columns`, for each sample. `split` is the dimension divided by tensor
-    parallelism.
+    """A product of `rows` x `inner` with `inner` x `columns`, for each sample. `split`: the dimension that tensor
+    parallelism divides.
     """
 
     rows: float
@@ -20,8 +20,8 @@ class Matmul:
     inner: int
     split: Literal["columns", "rows", "none"] = "none"
     num_weights: int = 1
-    """Number of matrices over which the rows are evenly spread: experts of a mixture, computed by one grouped
-    kernel."""
+    """Number of matrices over which the rows are evenly spread, such as experts of a mixture that one grouped kernel
+    computes."""
 
     @property
     def flops(self) -> float:
@@ -31,13 +31,13 @@ class Matmul:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A part of the model that repeats `count` times. Bytes are of 16-bit activations; wider ones double."""
+    """A part of the model that repeats `count` times. Bytes are for 16-bit activations, and double for 32-bit ones."""
 
     name: str
     count: int = 1
     num_params: float
     tied_params: float = 0.0
-    """Parameters shared with another block; a pipeline keeps a copy if the two are on different stages."""
+    """Parameters shared with another block, of which a pipeline keeps a copy if the two are on different stages."""
     matmuls: tuple[Matmul, ...] = ()
     attention_flops: float = 0.0
     """FLOPs of attention scores and their product with the values, without weights."""
@@ -45,7 +45,7 @@ class Block:
     conv_flops: float = 0.0
     """FLOPs of convolutions, which are not expressed as matrix products here."""
     winograd_flops: float = 0.0
-    """Part of `conv_flops` with ungrouped filters of 3x3 or 5x5 and stride 1: in 32 bit they need fewer products."""
+    """Part of `conv_flops` with ungrouped filters of 3x3 or 5x5 and stride 1, which need fewer products in 32 bit."""
     traffic_bytes: float = 0.0
     """Bytes read and written by operations other than matrix products, divided only by sequence parallel: norms,
     activations, dropout, residual sums."""
@@ -71,7 +71,7 @@ class Block:
     """Bytes of the block's input: kept with full recomputation, sent between pipeline stages."""
     num_kernels: int = 0
     num_all_reduces: int = 0
-    """Number of all-reduces of `boundary_bytes`, in the forward pass, if the block is split by tensor parallel."""
+    """Number of all-reduces of `boundary_bytes` in the forward pass, if tensor parallelism splits the block."""
     kv_bytes: float = 0.0
     """Bytes of the keys and values of all tokens, exchanged by the ranks of a context parallel group."""
     num_experts: int = 0
@@ -81,7 +81,7 @@ class Block:
     expert_params: float = 0.0
     """Part of `num_params` that expert parallelism divides: all routed experts together."""
     routed_bytes: float = 0.0
-    """Bytes of tokens sent to their experts, each token once per expert; the way back is equal."""
+    """Bytes of tokens sent to their experts, each token once per expert; as many return."""
 
     @property
     def forward_flops(self) -> float:
@@ -102,10 +102,10 @@ class ModelProfile:
     """Whether FLOPs are known; if only the number of parameters is known, a measured step time is needed."""
     num_heads: int = 0
     largest_tensor_params: float = 0.0
-    """Elements of the parameter whose gradient comes last and cannot be split, usually a word embedding."""
+    """Elements of the parameter whose gradient is ready last and cannot be split, usually a word embedding."""
     notes: tuple[str, ...] = ()
     is_guessed: bool = False
-    """Whether only the model's size is known; its shape is then a typical one."""
+    """Whether only the model's size is known, so that its shape is a typical one."""
 
     @property
     def num_params(self) -> float:
@@ -114,7 +114,7 @@ class ModelProfile:
 
     @property
     def num_active_params(self) -> float:
-        """Number of parameters used for one token: of the routed experts only as many as a token visits."""
+        """Number of parameters used for one token, counting only those routed experts that a token visits."""
         idle = sum(
             block.expert_params * (1 - block.active_experts / block.num_experts) * block.count
             for block in self.blocks
@@ -153,8 +153,7 @@ class ModelProfile:
 def of_size(
     name: str, num_params: float, *, tokens_per_sample: int = 1, num_layers: int = 1, largest_params: float = 0.0
 ) -> ModelProfile:
-    """Return a model of which only the number of parameters is known: its gradients have a size, but its compute must
-    be measured."""
+    """Return a model of which only the number of parameters is known, so that its compute must be measured."""
     block = Block(name="layer", count=num_layers, num_params=num_params / num_layers)
     return ModelProfile(
         name=name,

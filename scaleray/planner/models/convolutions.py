@@ -1,4 +1,4 @@
-"""Costs of convolutional networks: residual networks from their shape, others from published figures."""
+"""Costs of convolutional networks, derived from the shape of residual networks and from published figures of others."""
 
 from scaleray.errors import ConfigError
 from scaleray.planner.models.block_counts import Block, ModelProfile
@@ -56,7 +56,7 @@ def resnet(depth: int, *, image: int = 224, num_classes: int = 1000, is_small_st
 def _conv(
     name: str, channels_in: int, channels: int, kernel: int, size: int, *, stride: int = 1, copies: int = 2
 ) -> Block:
-    """A convolution with its norm. `copies` of the output are kept: the norm's input and, before an activation, its
+    """A convolution with its norm. `copies`: kept copies of the output: the norm's input and, before an activation, its
     output."""
     outputs = channels * size * size
     return Block(

@@ -19,8 +19,8 @@ def read_profile(path: Path) -> ModelProfile:
 
 
 def from_workload(profile: WorkloadProfile, *, name: str) -> ModelProfile:
-    """Convert the counted parts to blocks, combining equal neighbours into one repeated block. How tensor parallel
-    would split them is not counted."""
+    """Convert the counted parts to blocks, combining equal neighbours into one repeated block. The count does not show
+    how tensor parallelism would split them."""
     widths = 2.0 if profile.precision in ("fp32", "fp64") else 1.0
     first, *inner, last = (
         profile.parts if len(profile.parts) > 1 else [PartProfile(name="nothing", num_parameters=0), *profile.parts]
@@ -39,7 +39,7 @@ def from_workload(profile: WorkloadProfile, *, name: str) -> ModelProfile:
         tokens_per_sample=round(tokens),
         kind="cnn" if convolves and not has_attention else "transformer",
         largest_tensor_params=float(first.num_parameters),
-        notes=("counted from the workload; tensor parallel is omitted, since the count has no splits of layers",),
+        notes=("counted from the workload; tensor parallelism is omitted, since the count has no splits of layers",),
     )
 
 

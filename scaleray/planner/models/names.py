@@ -1,7 +1,7 @@
 """Models by name, or only by size.
 
-`find_model` accepts `llama-70b`, `Llama 3.1 8B`, `gpt2-xl`, `resnet-50`; a size alone (`gpt-13b`, `7b`) becomes a
-transformer of usual proportions.
+`find_model` accepts names such as `llama-70b`, `Llama 3.1 8B`, `gpt2-xl` and `resnet-50`; a size alone (`gpt-13b`,
+`7b`) becomes a transformer of usual proportions.
 """
 
 import re
@@ -15,8 +15,8 @@ from scaleray.planner.models.shapes import ALIASES, CONVOLUTIONAL, SIZES, TRANSF
 from scaleray.planner.models.transformers import TransformerShape, transformer
 
 LEAST_PARAMS, MOST_PARAMS = 3e7, 1e13
-"""Smallest and largest number of parameters for which a size alone is read as a transformer: the smallest of
-`usual_shape`, and several times the largest trained so far."""
+"""Smallest and largest number of parameters that count as a transformer's size: the smallest of `usual_shape`, and
+several times the largest trained so far."""
 
 
 def find_model(name: str, *, sequence: int | None = None) -> ModelProfile:
@@ -83,28 +83,28 @@ def _known_name(key: str) -> str | None:
 
 
 def _taken_for(model: ModelProfile, known: str, key: str) -> ModelProfile:
-    """Add a note to the model if the given name has more words than the matched one: a version or a task, or another
-    size."""
+    """Add a note to the model if the given name has more words than the matched one, such as a version, a task or
+    another size."""
     if known.replace("-", "") == key.replace("-", ""):
         return model
     return replace(
         model,
         notes=(
             *model.notes,
-            f"by its name, the model is assumed to be {known};  "
+            f"by its name, the model is assumed to be {known}; "
             "if it is another, give its size as in gpt-13b, or a config with -c",
         ),
     )
 
 
 def _of_size_alone(name: str, num_params: float, *, sequence: int) -> ModelProfile:
-    """Return a transformer of usual proportions, with a note on it. Raises UsageError for an impossible size."""
+    """Return a transformer of usual proportions, with a note about it. Raises UsageError for an impossible size."""
     if not LEAST_PARAMS <= num_params <= MOST_PARAMS:
         raise UsageError(
             "model",
             name,
             f"a size must be from {LEAST_PARAMS / 1e6:.0f}m to {MOST_PARAMS / 1e9:,.0f}b parameters",
-            "the largest models so far have some 1,000b; below the minimum the vocabulary dominates: use -c",
+            "the largest models so far have about 1,000b; below the minimum, the vocabulary dominates: use -c",
         )
     shape = usual_shape(num_params, sequence=sequence)
     made = transformer(shape, name)
@@ -128,8 +128,8 @@ def _is_near(known: str, name: str) -> bool:
 
 
 def usual_mixture(num_params: float, active_params: float, *, sequence: int, vocab: int = 128256) -> TransformerShape:
-    """Return a mixture of experts of which only the sizes are known: the first of the usual numbers of experts, from 8
-    with 2 active to 512 with 8 active, that leaves a usual share to the dense part."""
+    """Return a mixture of experts of which only the sizes are known, with the first of the usual numbers of experts,
+    from 8 with 2 active to 512 with 8 active, that leaves a usual share to the dense part."""
     for experts, active in ((8, 2), (16, 2), (64, 8), (128, 8), (256, 8), (512, 8)):
         routed = (num_params - active_params) / (1 - active / experts)
         dense = active_params - routed * active / experts
@@ -151,7 +151,7 @@ def usual_mixture(num_params: float, active_params: float, *, sequence: int, voc
 
 
 def usual_shape(num_params: float, *, sequence: int, vocab: int = 51200, ffn_ratio: int = 4) -> TransformerShape:
-    """Return a GPT of about `num_params` parameters with heads of 128: with GPT-3's ratio of width to depth, about 110
+    """Return a GPT of about `num_params` parameters, with heads of 128 and GPT-3's ratio of width to depth, about 110
     to 130 per layer."""
     best: tuple[float, TransformerShape] | None = None
     for heads in range(4, 160):

@@ -1,5 +1,5 @@
-"""Shapes and sizes of the models that the planner supports by name. Sources: their papers and model cards, from memory
-unless noted; a test checks parameter counts, total and active."""
+"""Shapes and sizes of the models that the planner knows by name. Sources: their papers and model cards, from memory
+unless noted; a test checks total and active parameter counts."""
 
 from dataclasses import replace
 
@@ -87,8 +87,8 @@ def _mixture(
 
 
 def _vision(layers: int, hidden: int, heads: int, *, patch: int) -> TransformerShape:
-    """A vision transformer on images of 224 x 224: its patches are its tokens, and the projection of a patch is its
-    word embedding.
+    """A vision transformer on images of 224 x 224, with patches as tokens and the projection of a patch as word
+    embedding.
     """
     return TransformerShape(
         layers=layers,

@@ -1,4 +1,4 @@
-"""Costs of a transformer from its shape: dense ones, grouped and latent attention, mixtures of experts.
+"""Costs of a transformer, derived from its shape: dense models, grouped and latent attention, mixtures of experts.
 
 Sources: activation bytes of a layer, Korthikanti et al. 2022, arXiv:2205.05198, section 4; FLOPs per token as in the
 appendix of Narayanan et al. 2021, arXiv:2104.04473, but with attention counted once for causal masks if the kernel
@@ -16,7 +16,7 @@ from scaleray.planner.models.block_counts import Block, Matmul, ModelProfile
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerShape:
-    """Shape of a transformer, from which its costs follow."""
+    """Shape of a transformer, which determines its costs."""
 
     layers: int
     hidden: int
@@ -28,10 +28,10 @@ class TransformerShape:
     """Width inside the MLP; 4 x hidden if not given."""
     head_dim: int | None = None
     is_gated: bool = False
-    """SwiGLU: three matrices instead of two."""
+    """Whether the MLP is a SwiGLU, with three matrices instead of two."""
     is_causal: bool = True
     fused_attention: bool = True
-    """Flash attention: no scores in memory, and the masked half is skipped."""
+    """Whether attention is Flash attention, which keeps no scores in memory and skips the masked half."""
     has_dropout: bool = False
     tied_embeddings: bool = False
     learned_positions: bool = False
@@ -53,11 +53,11 @@ class TransformerShape:
     kv_rank: int = 0
     """Latent attention: rank of the compressed keys and values; 0: not compressed."""
     rotary_dim: int = 0
-    """With `kv_rank`: dimensions of each head, in addition to `head_dim`, that only carry the position."""
+    """With `kv_rank`: additional dimensions of each head, besides `head_dim`, that only carry the position."""
     logit_bytes: int = 14
-    """Bytes per logit at the peak of the loss: 2 for itself and 12 for its 32-bit softmax, the softmax's gradient and
-    its own. 8 if all of them have 16 bits; 6 if the softmax replaces the logit in place and the gradient the softmax
-    (Megatron, nanotron)."""
+    """Bytes per logit at the peak of the loss: 2 for the logit and 12 for the 32-bit softmax, the softmax's gradient
+    and the logit's gradient. 8 if all have 16 bits; 6 if the softmax replaces the logit in place, and the gradient the
+    softmax (Megatron, nanotron)."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -120,7 +120,7 @@ def transformer(shape: TransformerShape, name: str = "transformer") -> ModelProf
 
 
 def _layer(shape: TransformerShape, name: str, count: int, *, is_mixed: bool) -> Block:
-    """One of the repeated blocks: attention and an MLP, or attention and experts."""
+    """One of the repeated blocks: attention with an MLP or with experts."""
     hidden, token_bytes = shape.hidden, 2.0 * shape.sequence
     attention, mlp = _attention(shape), _mlp(shape, is_mixed=is_mixed)
     kept = _kept_elements(shape, attention, mlp)
@@ -166,8 +166,8 @@ def _vector_params(shape: TransformerShape, attention: _Attention, mlp: _Mlp) ->
 
 @dataclass(frozen=True)
 class _Kept:
-    """Elements per token kept for the backward pass, by whether tensor parallelism splits them; `alternate`: those kept
-    by alternate recomputation."""
+    """Elements per token that are kept for the backward pass, by whether tensor parallelism splits them; `alternate`:
+    those that alternate recomputation keeps."""
 
     unsplit: int
     split: int

@@ -1,1 +1,1 @@
-"""A plan as text, table, figure and page."""
+"""A plan as text, tables, figures and a page."""

@@ -33,15 +33,15 @@ TIME_COLOURS = {
 }  # fmt: skip
 MEMORY_COLOURS = (BLUE, SKY, GREEN, ORANGE, VERMILION, PURPLE, MUTED, "#8c7460", "#7a5195", PALE)
 LEAST_SHARE = 0.004
-"""Share of the longest bar: parts that are smaller in every bar are not named."""
+"""Share of the longest bar; parts that are smaller in every bar are not named."""
 LEAST_HEIGHT_IN = 2.4
 """Height reserved for a legend of ten parts, in inches."""
 LONGEST_LINE = 50
-"""Most characters of a layout's name next to its bar."""
+"""Maximum characters of a layout's name next to its bar."""
 
 
 def frontier(advice: Advice) -> Drawing:
-    """Plot of every layout that fits by its memory and throughput; those on the Pareto frontier are joined."""
+    """Plot of all layouts that fit, by memory and throughput, with a line through those on the Pareto frontier."""
     points = sorted((one.memory.device_bytes / GIB, one.samples_per_s) for one in advice.choices)
     best: list[tuple[float, float]] = []
     for gib, rate in points:
@@ -103,7 +103,7 @@ def curve(seen: Outlook) -> Drawing:
 
 
 def memory_bars(choices: Sequence[Choice], *, limit_gib: float) -> Drawing:
-    """Bars of the memory of one GPU, by content."""
+    """Bars of each layout's memory on one GPU, by content."""
     rows = [(one, {name: value / GIB for name, value in one.memory.parts().items()}) for one in choices]
     names = [name.removesuffix("_bytes").replace("_", " ") for name in rows[0][1]]
     colours = dict(zip(rows[0][1], MEMORY_COLOURS, strict=False))
@@ -129,7 +129,7 @@ def memory_bars(choices: Sequence[Choice], *, limit_gib: float) -> Drawing:
 
 
 def time_bars(choices: Sequence[Choice], best: Estimate) -> Drawing:
-    """Bars of a step of each layout, by its parts; whiskers are intervals."""
+    """Bars of each layout's step, by parts; whiskers are intervals."""
     rows = [(one, one.step.parts()) for one in choices]
 
     def finish(ax: Any) -> None:
@@ -236,7 +236,7 @@ def plan_page(
         ],
         command=command,
         notes=[f"Assumed: {note}." for note in (*cluster.notes, *question.model.notes)],
-        closing="Predicted, not measured. This page needs no network.",
+        closing="Predicted, not measured. This page works offline.",
     )
     return render(page)
 

@@ -1,5 +1,4 @@
-"""A plan on the terminal: the ranked layouts, memory and the GPU's size, the parts of a step, the curve and its
-verdict."""
+"""A plan for the terminal: ranked layouts, memory on the GPU, the parts of a step, the curve and its verdict."""
 
 from collections import Counter
 
@@ -32,7 +31,7 @@ def plan_view(
     kept: CheckpointCost | None = None,
 ) -> RenderableType:
     """Return the whole plan for a console of `width` columns: layouts, reasons, use of memory and time, the curve,
-    checkpoints, the verdict."""
+    checkpoints, and the verdict."""
     best, question = advice.best, advice.question
     cluster = question.cluster
     why_lines = [
@@ -88,7 +87,7 @@ def _closing(advice: Advice, seen: Outlook, num_samples: float | None, kept: Che
 
 
 def _text(line: str) -> Text:
-    """A line that is wrapped between words, with its own indentation."""
+    """A line that is wrapped between words and keeps its indentation."""
     return Text(line, overflow="fold")
 
 

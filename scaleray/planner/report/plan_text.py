@@ -12,7 +12,7 @@ from scaleray.records.text.units import GIB, count, memory, seconds, with_interv
 
 
 def layout_table(advice: Advice, rows: int) -> Table:
-    """Table of the first `rows` choices, the recommended one first."""
+    """Table of the first `rows` choices, starting with the recommended one."""
     question, shown = advice.question, advice.choices[:rows]
     cluster = question.cluster
     has_tokens = question.model.tokens_per_sample > 1
@@ -101,7 +101,7 @@ def checkpoint_lines(kept: CheckpointCost) -> list[str]:
 
 
 def memory_doubt(advice: Advice) -> list[str]:
-    """Possible memory use of the recommended layout, if no layout certainly fits."""
+    """Warning about the recommended layout's possible memory use, if no layout certainly fits."""
     best = advice.best
     if best.fits == "fits":
         return []
@@ -109,7 +109,7 @@ def memory_doubt(advice: Advice) -> list[str]:
 
 
 def width_lines(choice: Choice) -> list[str]:
-    """Lines on the reasons for the width of a choice's interval."""
+    """Lines on why a choice's interval is wide."""
     found = [f"its interval is wider: {reason.words}" for reason in choice.reasons]
     if choice.kind == "unmeasured":
         found = ["its interval is wide: nothing was measured; all values are from data sheets"]
@@ -117,7 +117,7 @@ def width_lines(choice: Choice) -> list[str]:
 
 
 def faster_lines(advice: Advice) -> list[str]:
-    """A faster layout that may not fit: its gain, and how to test it."""
+    """Lines on a faster layout that may not fit: its gain, and how to try it."""
     rival = advice.faster
     if rival is None:
         return []
@@ -138,7 +138,7 @@ def _needed(choice: Choice) -> str:
 
 
 def why(advice: Advice) -> str:
-    """Reason for the recommendation, compared with the simplest requested layout."""
+    """Reason for the recommendation, compared with the other kinds of layouts."""
     best = advice.best.layout
     fits = {_kind(choice.layout) for choice in advice.choices}
     dropped = {_kind(one.layout): one for one in sorted(advice.rejected, key=lambda one: -one.missing_gib)}

@@ -1,5 +1,5 @@
-"""Ways to a target on the terminal: batch sizes and numbers of GPUs with their times, and which of them are on the
-Pareto frontier."""
+"""Ways to a target as text: batch sizes and numbers of GPUs with their times, and which of them are on the Pareto
+frontier."""
 
 from collections.abc import Sequence
 

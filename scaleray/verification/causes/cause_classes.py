@@ -50,7 +50,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Class of the cause, with an explanation. parameter: the first affected one, if known more precisely than before."""
+    """Class of the cause, with an explanation. parameter: the first affected one, if known better than before."""
 
     cause: Cause
     why: str

@@ -49,7 +49,7 @@ def _factor(values: torch.Tensor, of: torch.Tensor, least: float) -> float | Non
 
 
 def from_values(relations: Mapping[str, Relation], num_parameters: int, layout: Layout) -> Finding | None:
-    """Class of the cause, given the relations of parameters with wrong gradients; None if they have nothing in common."""
+    """Class of the cause, given the relations of wrong gradients to right ones; None if they have nothing in common."""
     if not relations:
         return None
     name, first = next(iter(relations.items()))
