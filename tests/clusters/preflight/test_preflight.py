@@ -142,7 +142,7 @@ def test_a_clock_is_known_within_half_of_the_shortest_round_trip():
             "10.0.0.3: cannot write there: [Errno 30]",
         ),
         ({"does_not_see": ["10.0.0.1"]}, "red", "/shared/runs is not shared: 10.0.0.3 does not see files of 10.0.0.1"),
-        ({"write_bytes_per_s": 30e6}, "yellow", "30 MB/s; read with 2 GB/s, slowest on 10.0.0.3"),
+        ({"write_bytes_per_s": 30e6}, "yellow", "30 MB/s or more; read at 2 GB/s or more, slowest on 10.0.0.3"),
         ({"write_bytes_per_s": 1e6}, "red", "1 MB/s"),
     ],
 )

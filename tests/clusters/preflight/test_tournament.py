@@ -90,4 +90,4 @@ def test_a_slow_link_of_a_cluster_is_named_with_its_rate(share, verdict):
 def test_rounds_that_there_was_no_time_for_are_said():
     measured = healthy()
     measured = replace(measured, links=replace(measured.links, rounds=2))
-    assert "2 of 3 rounds: out of time" in found(measured, "links between nodes").found
+    assert "2 of 3 rounds, for lack of time" in found(measured, "links between nodes").found
