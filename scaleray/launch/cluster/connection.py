@@ -56,7 +56,7 @@ def check(address: str) -> None:
         if exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             tls = "with" if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true") else "without"
             said = f"something listens there, but did not answer as Ray does within {ANSWER_TIMEOUT_S:g} s"
-            raise OSError(f"{said} (asked {tls} TLS, by RAY_USE_TLS)") from exc
+            raise OSError(f"{said} (connected {tls} TLS, as RAY_USE_TLS says)") from exc
 
 
 def _send_no_needless_token(place: str) -> None:

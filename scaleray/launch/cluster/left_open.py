@@ -46,7 +46,7 @@ class LeftOpen:
         """End remaining processes, mark the run FAILED, and print one message. ended: Ray process that ended first."""
         end_processes(self.ray.get("folder"), self.ray.get("logs"))
         reason = (
-            f"{ended} of its own Ray ended, which ends the driver too"
+            f"{ended} of its own Ray ended, and with it the driver"
             if ended
             else "its process ended without a message (SIGKILL, out of memory, or the end of its Ray)"
         )

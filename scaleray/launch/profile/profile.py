@@ -162,6 +162,6 @@ def _check_has_ended(run: str) -> None:
                     "RUN",
                     run,
                     f"it has no {RECORD}, which is written when a run ends; it is still running, or was killed",
-                    "wait for its end, or profile a short training: scaleray profile  "
+                    "wait for its end, or profile a short training: scaleray profile "
                     f"-c {shlex.quote(f'{location.root}/config.yaml')}",
                 )

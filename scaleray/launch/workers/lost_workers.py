@@ -93,9 +93,9 @@ def _held_up(beat: Heartbeat) -> str:
     """Description of what a worker was doing when the others stopped waiting for it."""
     took = f"for {beat.since_s:.0f} s in step {beat.step + 1}, longer than the others waited for it"
     if beat.phase == Phase.INPUT:
-        return f"has waited for its input {took}: make its rows faster to read, or raise scale.collective_timeout_s"
+        return f"has been waiting for its input {took}: make reading rows faster, or raise scale.collective_timeout_s"
     if beat.phase == Phase.COMPILING:
-        return f"has compiled {took}: raise scale.collective_timeout_s"
+        return f"has been compiling {took}: raise scale.collective_timeout_s"
     return f"hangs: it has been in `{beat.phase}` of step {beat.step + 1} for {beat.since_s:.0f} s"
 
 

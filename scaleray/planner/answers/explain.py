@@ -59,7 +59,7 @@ def explain_intervals() -> list[str]:
     }.items():
         lines.append(f"  {words:<52} {math.exp(-down):.2f} to {math.exp(up):.2f}")
     lines.append(
-        f"  {'a network that was not measured':<52} its share of the step wrong by a factor of {OF_A_NETWORK:.2g}"
+        f"  {'a network that was not measured':<52} its share of the step off by a factor of {OF_A_NETWORK:.2g}"
     )
     return lines
 

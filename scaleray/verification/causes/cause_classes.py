@@ -298,7 +298,7 @@ def _loss(ours: StepTrace, theirs: StepTrace, divergence: Divergence, layout: La
     for size, what in _sizes(layout).items():
         if size > 1 and (is_near(ratio, size) or is_near(ratio, 1 / size)):
             times = f"{size} times" if ratio > 1 else f"1/{size} of"
-            return Finding(Cause.LOSS_NORMALISATION, f"the loss is {times} that of one process, so {what} affects it")
+            return Finding(Cause.LOSS_NORMALISATION, f"the loss is {times} that of one process: it depends on {what}")
     if not (gradient_differences(ours, theirs) > SAME_RATIO).any():
         return Finding(
             Cause.LOSS_NORMALISATION, "the gradients agree, but the reported loss is not the mean over all workers"

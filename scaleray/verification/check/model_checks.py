@@ -172,7 +172,7 @@ class ModelCheck:
             )
             yield Finding("unused parameters", DOUBTFUL, text)
         if still and not broken:
-            text = f"zero everywhere for {_named(still)}: correct only if layers start at zero"
+            text = f"zero everywhere for {_named(still)}: right only for layers that start at zero, and those behind"
             yield Finding("zero gradients", DOUBTFUL, text)
         text = (
             f"parameters {memory(figures['parameter_bytes'])}, gradients {memory(figures['gradient_bytes'])}, and at "

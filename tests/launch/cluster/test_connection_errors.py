@@ -130,7 +130,11 @@ def test_what_listens_and_is_not_ray_is_said_instead_of_waited_for(monkeypatch):
     monkeypatch.setattr(connection, "ANSWER_TIMEOUT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         message = refused(monkeypatch, f"127.0.0.1:{silent.getsockname()[1]}")
-    assert "did not answer as Ray does" in message and "asked without TLS" in message and len(message.splitlines()) == 2
+    assert (
+        "did not answer as Ray does" in message
+        and "connected without TLS" in message
+        and len(message.splitlines()) == 2
+    )
 
 
 def test_the_address_of_a_dashboard_is_told_from_that_of_a_head(monkeypatch):

@@ -106,13 +106,15 @@ def test_a_worker_that_is_stuck_in_its_own_code_is_blamed_rather_than_the_one_th
 def test_a_worker_without_input_is_blamed_rather_than_one_that_waits_longer_inside_its_loss():
     inside_ddp = heartbeat(1, phase="forward", since_s=90.0)
     text = what_failed({0: LOST}, [heartbeat(0), inside_ddp, heartbeat(2, phase="input", since_s=80.0)])
-    assert text.startswith("rank 2 on 10.0.0.2 (process 102) has waited for its input for 80 s in step 8, longer than")
+    assert text.startswith(
+        "rank 2 on 10.0.0.2 (process 102) has been waiting for its input for 80 s in step 8, longer than"
+    )
     assert "scale.collective_timeout_s" in text and "hangs" not in text
 
 
 def test_a_worker_that_compiles_is_no_hang():
     text = what_failed({0: LOST}, [heartbeat(0), heartbeat(1, phase="compiling", since_s=180.0)])
-    assert "has compiled for 180 s in step 8" in text and "raise scale.collective_timeout_s" in text
+    assert "has been compiling for 180 s in step 8" in text and "raise scale.collective_timeout_s" in text
     assert "hangs" not in text
 
 
