@@ -90,9 +90,9 @@ def cluster_up(
     """Start a Ray cluster of several nodes on this machine, which runs until `cluster_down` or, in a `with` statement,
     until the end of the context.
 
-    name: of at most 12 letters, to run several at once. nodes: includes its head. cpus: CPUs that each node offers,
-    possibly more than the machine has; None: one more than it has in total. port: of the head on 127.0.0.1; None: a
-    free one. Raises UsageError, leaving nothing behind.
+    name: of at most 12 characters, to run several clusters at once. nodes: their number, including the head. cpus: CPUs
+    that each node offers, possibly more than the machine has; None: one more than the machine has. port: of the head on
+    127.0.0.1; None: a free one. Raises UsageError and then leaves nothing behind.
     """
     _check(num_nodes=nodes, cpus=cpus, port=port)
     cores = psutil.cpu_count() or 1

@@ -162,7 +162,7 @@ class EqualityCertificate(Certificate):
     global_batch_size: int
     data: dict[str, Any]
     course: dict[str, int] = field(default_factory=dict)
-    """Events within the compared steps: rows of an epoch, the step of the resume, its batch size, rows of each
+    """Events within the compared steps: rows of an epoch, step of the resume, batch size after it, rows of an
     evaluation."""
 
     @property

@@ -124,7 +124,7 @@ class RankDump(JsonRecord):
     is_after_error: bool = False
     """Whether a collective failed earlier; all of its calls then appear finished."""
     stands_on: tuple[Line, ...] = ()
-    """Current lines of the training thread in the user's code, innermost first, or its innermost line."""
+    """Current lines of the training thread in the user's code, innermost first; without any, its innermost line."""
     threads: tuple[Thread, ...] = ()
     is_complete: bool = True
     """Whether the threads' lines are included; a dump is first written without them."""

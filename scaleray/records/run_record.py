@@ -145,7 +145,7 @@ class Heartbeat:
     tail: tuple[str, ...] = ()
     world_size: int = 1
     silent_s: float = 0.0
-    """Seconds since the heartbeat arrived, at the time of reading."""
+    """Seconds between the heartbeat's arrival and the time of reading."""
     recent: RecentSteps | None = None
     """Durations of its last steps; None before the second one."""
 
@@ -170,7 +170,7 @@ class WorkerSummary:
     peak_memory_bytes: int
     nonfinite_steps: int
     sample_order: str
-    """Guarantee of the input on the order of the samples."""
+    """What the input guarantees about the order of the samples."""
     strategy: str
     device: str
     model: dict[str, Any] = field(default_factory=dict)

@@ -38,7 +38,7 @@ class StartClock:
         self.ends = dict(ends or {})
 
     def end(self, part: str, at: float | None = None) -> None:
-        """Record the end of a part. at: by `steady_time`; None means now. Only the first end counts."""
+        """Record the end of a part. at: time by `steady_time`; None means now. Only the first end counts."""
         self.ends.setdefault(part, steady_time() if at is None else at)
 
     def seconds(self) -> dict[str, float]:

@@ -273,7 +273,7 @@ class _Group:
         return masks_broken(trace, variant.job.degrees, generators_of_others_after=after)
 
     def _evaluated_wrongly(self, variant: Variant, key: Key, watched: Watched) -> Found | None:
-        """First evaluation that differs from one of the replicas' mean. On rank 0."""
+        """First evaluation that differs from an evaluation of the replicas' mean. On rank 0."""
         trace, guarantee, config = watched.trace, promised(variant), variant.job.config
         if not variant.job.evaluation_splits():
             return None

@@ -45,7 +45,7 @@ class Fleet(Protocol):
         """Round trips to a node's clock; fewer than requested if it is too slow."""
 
     def links(self, seats: Seats, *, timeout_s: float) -> Measurements:
-        """Result of `measure_links` with ranks on these nodes. Raises the error of a rank."""
+        """Result of `measure_links` with ranks on these nodes. Raises a rank's error."""
 
     def facts_of_ray(self, name: str) -> Mapping[str, Any]:
         """Facts about a node from Ray, as fields of `NodeSeen`."""

@@ -64,7 +64,7 @@ class ClusterSpec:
 
 
 def has_fixed_tag(image: str) -> bool:
-    """Whether an image is specified by digest, or by a tag that does not move."""
+    """Whether an image is specified by digest or by a tag other than latest."""
     if "@" in image:
         return bool(re.search(r".@sha256:[0-9a-f]{64}$", image))
     _, colon, tag = image.rpartition("/")[2].partition(":")

@@ -154,7 +154,7 @@ def _profiled(record: RunRecord) -> Profiled:
 
 
 def _check_has_ended(run: str) -> None:
-    """Refuse a run that has not ended: its record is written at its end."""
+    """Refuse a run that has not ended, since its record is written at its end."""
     for location in locations_of(run):
         with contextlib.suppress(OSError, ValueError):
             if location.size(ABOUT) is not None and location.size(RECORD) is None:

@@ -149,6 +149,6 @@ def cause_of(exc: BaseException) -> BaseException:
 
 
 def last_line(exc: BaseException) -> str:
-    """Last line of an error of Ray, which begins with a traceback."""
+    """Last line of Ray's error, which begins with a traceback."""
     lines = [line for line in text_of(exc).strip().splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(exc).__name__

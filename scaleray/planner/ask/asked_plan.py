@@ -35,8 +35,8 @@ OPTIMIZER_BYTES = {"adam": 8, "adamw": 8, "lamb": 8, "sgd": 0, "momentum": 4, "l
 TRACKING = "tracking"
 """Value of --learn for the MLflow in which scaleray records by default."""
 USUAL_TOKENS = 4_000_000
-"""Default tokens of a step for a transformer by name: those of Llama 2 (Touvron et al. 2023, arXiv:2307.09288, section
-2)."""
+"""Default tokens of a step for transformers by name, as for Llama 2 (Touvron et al. 2023, arXiv:2307.09288, section 2).
+"""
 USUAL_SAMPLES = 32
 """Default samples of a step per GPU for other models by name: 256 on 8, as in Goyal et al. 2017, arXiv:1706.02677."""
 

@@ -47,7 +47,7 @@ class Constants:
     kernel_us: float = 6.0
     """Host time to launch one kernel in eager PyTorch: 5 to 10 us; a step is never shorter than its launches."""
     compiled_kernels: float = 0.4
-    """Number of kernels of a compiled model over that of an eager one."""
+    """Number of kernels of a compiled model, relative to an eager one."""
     leak: float = 0.15
     """fitted. Share of hidden communication that still costs time, since it takes SMs and memory bandwidth from
     compute."""

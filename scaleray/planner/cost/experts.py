@@ -59,10 +59,10 @@ def state_shards(blocks: Sequence[Block], layout: Layout) -> float:
 
 
 def reduced_params(block: Block, layout: Layout) -> float:
-    """Number of parameters whose reduction over the data parallel group takes as long as that of this block over its
-    actual groups.
+    """Number of parameters whose reduction over the data parallel group takes as long as this block's over its actual
+    groups.
 
-    Each of n replicas sends (n - 1)/n of its reduced parameters, and experts have fewer replicas than the rest, or none
+    Each of n replicas sends (n - 1)/n of its reduced parameters. Experts have fewer replicas than the rest, or only one
     if they are all on different ranks.
     """
     if not block.expert_params:

@@ -232,7 +232,7 @@ class Runs:
         return Watched(whole, tuple(probe for _, probe in parts), uninterrupted)
 
     def standing_still(self, variant: Variant, key: Key) -> Trace:
-        """Trace of a few steps in the run's own precision, all from the initial parameters. Collective."""
+        """Trace of a few steps in the run's own precision, which all start from the initial parameters. Collective."""
         return self._standing_still(variant, self.place, key, in_float64=False).trace
 
     def restored_alone(self, variant: Variant, key: Key) -> Trace:

@@ -101,7 +101,7 @@ class Guarantee:
         return None
 
     def _state_unlawful(self, step: StepTrace, config: RunConfig, bound: float) -> Divergence | None:
-        """The optimizer's state after a step, apart from the changes that communication makes after the update."""
+        """First tensor of the optimizer's state that is not the mean over its group at the end of a step."""
         if step.replicas is None:
             return None
         groups = self.groups(config, step.step, step.replicas.machines)
