@@ -75,7 +75,9 @@ def test_what_the_config_alone_shows_is_refused_before_anything_is_started(polic
 def test_what_only_the_machine_shows_is_refused_before_workers_start(policy):
     config = config_of(policy("invariants:\n  uncommitted: false\n  data_hash: required\n"))
     changed = {**FACTS, "git": {"commit": "c0ffee", "is_dirty": True}}
-    assert "team.yaml:2 uncommitted is True: it must be false" in refused(tags, config, facts=changed)
+    assert "team.yaml:2 uncommitted is True: an invariant of the team's policy requires false" in refused(
+        tags, config, facts=changed
+    )
     assert "team.yaml:3 data_hash is required" in refused(tags, config, data={"rows": 3})
     assert tags(config)["scaleray.policy"].startswith("team.yaml sha256:")
 

@@ -336,7 +336,7 @@ def bias_in_float32():
 def test_a_parameter_of_another_dtype_is_found_and_named(gloo):
     outcome = gloo.run(2, judge_with, bias_in_float32, AddsItsBias())[0]
     assert found(outcome) == ("dtype", 0, "bias")
-    assert outcome.mismatch.why == "bias is float32 in place of float64"
+    assert outcome.mismatch.why == "bias is float32 instead of float64"
 
 
 @contextlib.contextmanager

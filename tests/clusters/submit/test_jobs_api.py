@@ -240,7 +240,7 @@ def test_the_token_of_this_user_goes_to_no_address_that_nobody_has_named(token_o
     server.answers["/api/version"] = (401, "no")
     with pytest.raises(ClusterError, match=r"The cluster at .* requires a token") as raised:
         Jobs(server.url)
-    assert "clusters.yaml contains its address" in str(raised.value)
+    assert "clusters.yaml has this address" in str(raised.value)
 
 
 @pytest.mark.parametrize("named", ["as this machine", "in the file", "in the environment"])

@@ -71,7 +71,7 @@ def test_a_run_of_the_cluster_is_found_by_its_name_and_by_its_id(found, monkeypa
 
 def test_two_runs_of_one_name_in_a_cluster_are_told_apart_by_their_ids(found, monkeypatch):
     Cluster(monkeypatch, live_state(name="mine", run_id="1"), live_state(name="mine", run_id="2"))
-    with pytest.raises(TrackingError, match=r"2 runs of the cluster have this name: 1 .*, 2 .*\n  give the id of one"):
+    with pytest.raises(TrackingError, match=r"2 runs of the cluster have this name: 1 .*, 2 .*\n  give an id"):
         found("mine")
     assert found("2").look().run_id == "2"
 
