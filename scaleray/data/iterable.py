@@ -126,7 +126,7 @@ class _WithWorkerInfo:
                 module._worker_info = before
 
 
-USED_METRICS = 8
+FIRST_ROWS = 8
 IN_TURN_S = 0.1
 MOST_IN_TURN = 1024  # rows of the longest piece that is read in turn with other splits
 COUNT_S = 60.0  # so long the rows are counted of a dataset without a length
@@ -198,7 +198,7 @@ class IterableSource(DatasetSource):
         seed_row(0)
         before = generator_states()
         found = call_user_code(
-            lambda: [(row, self._own_columns(row)) for row in itertools.islice(rows, USED_METRICS)],
+            lambda: [(row, self._own_columns(row)) for row in itertools.islice(rows, FIRST_ROWS)],
             what=self._what,
             doing="reading its first rows",
         )
@@ -404,14 +404,14 @@ def refuse_shared_place(sources: Mapping[str, Any]) -> None:
 
 def _read_in_turn(sources: Mapping[str, DatasetSource]) -> dict[str, list[str]]:
     """Fingerprints of the first rows of every stream, read in turn with the other splits in pieces of growing length,
-    as a stream may read a file in blocks. Reads at least USED_METRICS rows, then more for IN_TURN_S."""
+    as a stream may read a file in blocks. Reads at least FIRST_ROWS rows, then more for IN_TURN_S."""
     streams = {name: source for name, source in sources.items() if isinstance(source, IterableSource)}
     found: dict[str, list[str]] = {name: [] for name in streams}
 
     def read() -> None:
         rows = {name: source.first_fingerprints() for name, source in streams.items()}
-        until, piece = time.monotonic() + IN_TURN_S, USED_METRICS // 2
-        while piece <= USED_METRICS // 2 or (time.monotonic() < until and piece < MOST_IN_TURN):
+        until, piece = time.monotonic() + IN_TURN_S, FIRST_ROWS // 2
+        while piece <= FIRST_ROWS // 2 or (time.monotonic() < until and piece < MOST_IN_TURN):
             for name, source in [*sources.items()] * 2:
                 if name in rows:
                     found[name] += itertools.islice(rows[name], piece)

@@ -143,7 +143,7 @@ def _read(name: str, given: Any, line: int) -> Cluster:
         return RayCluster(name=name, url=given.rstrip("/"))
     if not isinstance(given, Mapping):
         raise ConfigError(
-            where, given, "it must be a URL or a mapping", f"{FORMS}; for example  {name}: http://10.0.0.1:8265"
+            where, given, "it must be a URL or a mapping", f"{FORMS}; for example {name}: http://10.0.0.1:8265"
         )
     kind = given.get("kind", "ray")
     if kind not in KINDS:

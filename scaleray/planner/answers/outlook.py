@@ -101,7 +101,7 @@ def limit_of(choice: Choice) -> str:
     share = parts[name] / choice.step.total_s
     words = {
         "recompute": "recomputing activations; more memory per GPU or a smaller micro-batch avoids it",
-        "exchange comm": "tokens sent to experts, or keys and values of other ranks;  "
+        "exchange comm": "tokens sent to experts, or keys and values of other ranks; "
         "a smaller degree, or one that stays inside the node",
         "tensor comm": "tensor parallel communication; a smaller degree or a faster link inside the node",
         "pipeline bubble": "the pipeline's bubble; more micro-batches, or fewer stages",

@@ -74,7 +74,7 @@ def frontier(advice: Advice) -> Drawing:
         ax.text(card, 0.02 * top, "the card  ", ha="right", va="bottom", fontsize=8.5, color=INK)
 
     caption = (
-        f"One dot for each of {len(points)} layouts that fit; the line joins those that none beats in both.  "
+        f"One dot for each of {len(points)} layouts that fit; the line joins those that none beats in both. "
         "Star: the recommended one."
     )
     return draw("frontier", "Throughput against memory", caption, paint)
