@@ -47,4 +47,6 @@ def test_a_loss_before_the_first_copies_begins_the_training_again(undisturbed, t
     strategy, expected = undisturbed
     found = train_with([Fault(1, 1, FORWARD)], str(tmp_path), flags=flags_of(strategy), num_holders=2)
     assert (found.weights, found.losses) == (expected.weights, expected.losses)
-    assert any("no state was complete yet, so the training starts from the beginning" in text for text in found.warnings)
+    assert any(
+        "no state was complete yet, so the training starts from the beginning" in text for text in found.warnings
+    )

@@ -148,11 +148,7 @@ def test_two_workers_take_the_same_decisions(gloo, strategy, kind):
 @pytest.mark.parametrize(
     ("workload", "flags", "text"),
     [
-        (
-            Own(),
-            {"evaluation.every": None},
-            r"schedule\(\) returned .*ReduceLROnPlateau.*evaluation\.every is not set",
-        ),
+        (Own(), {"evaluation.every": None}, r"schedule\(\) returned .*ReduceLROnPlateau.*evaluation\.every is not set"),
         (Classify(num_val=9), {**PLATEAU, "evaluation.every": None}, r"evaluation\.every is needed"),
         (Classify(), PLATEAU, r"schedule\.watch is val/loss min.*no splits to evaluate"),
         (Own(), {"schedule.watch": "tset/loss min"}, r"schedule\.watch is tset/loss min.*val/loss"),

@@ -239,5 +239,7 @@ def test_an_own_evaluate_is_refused_where_a_worker_has_no_room_for_the_model_or_
         gloo.run(2, without_room, {"strategy.name": "fsdp"})
     with pytest.raises(ConfigError, match=r"fsdp\.build_gib.*evaluate\(\) needs the whole model"):
         gloo.run(2, evaluations, Generates(), {**FLAGS, "strategy.name": "fsdp", "fsdp.build_gib": 0.1})
-    with pytest.raises((WorkloadError, StepFailedError), match=r"'accuracy'.*has the same name as a result of metrics\(\)"):
+    with pytest.raises(
+        (WorkloadError, StepFailedError), match=r"'accuracy'.*has the same name as a result of metrics\(\)"
+    ):
         train_alone(Generates(clashes=True), FLAGS)
