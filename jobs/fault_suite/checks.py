@@ -16,7 +16,7 @@ from scaleray import replay
 from scaleray.checkpoints.storage import Store
 from scaleray.data import StepPlan
 from scaleray.records.run_record import RunRecord
-from scaleray.training.state.weights import read_weights
+from scaleray.training.state.final_weight_files import read_weights
 
 EXACT_METRICS = ("train/loss", "train/grad_norm", "train/learning_rate", "train/epoch", "val/loss")
 """Others are times, which no two runs share."""

@@ -2,9 +2,9 @@
 an index.
 
 Only safetensors is read, never a pickle. Each rank reads only its own parts. Used by training.setup.fine_tuning; the
-workload maps names in the files to names in the model. A folder written by training.state.weights has the model's own
-names and needs no config.json. Source: https://huggingface.co/docs/safetensors, and the index written by transformers'
-`save_pretrained`."""
+workload maps names in the files to names in the model. A folder of `training.state.final_weight_files` has the model's
+own names and needs no config.json. Source: https://huggingface.co/docs/safetensors, and the index written by
+transformers' `save_pretrained`."""
 
 from __future__ import annotations
 

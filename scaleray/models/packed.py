@@ -32,7 +32,7 @@ from scaleray.models.stored_weights import write_state
 from scaleray.models.trained_run import CODE, NOTE, PACKED, TrainedRun, find_trained, workload_of
 from scaleray.records.json_record import jsonable
 from scaleray.strategies.contract.weight_shares import Placed, WeightShare
-from scaleray.training.state.weights import complete, save_weights
+from scaleray.training.state.final_weight_files import complete, save_weights
 from scaleray.workload import name_of
 
 if TYPE_CHECKING:

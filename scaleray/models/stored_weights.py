@@ -39,8 +39,8 @@ from scaleray.models.trained_run import PACKED, TrainedRun
 from scaleray.recording.find_record import fetch_model_files
 from scaleray.training.health.attributes import common_attributes, set_plain_attributes
 from scaleray.training.setup import fine_tuning
+from scaleray.training.state.final_weight_files import read_weights
 from scaleray.training.state.items import ATTRIBUTES, WORKLOAD, as_json, flattened, nested, tensors_of
-from scaleray.training.state.weights import read_weights
 
 VALUES, TENSORS = "workload_state.json", "workload_state.safetensors"
 

@@ -34,15 +34,13 @@ from scaleray.sweeps.sweep_plan import SweepPlan, material_key
 from scaleray.training import loop
 from scaleray.training.health import flight_recorder
 from scaleray.training.health.stall_watch import StallWatch
-from scaleray.training.health.worker_progress import WATCHDOG_SHARE, Progress, Watchdog
+from scaleray.training.health.worker_progress import BEAT_S, WATCHDOG_SHARE, Progress, Watchdog
 from scaleray.training.rank import HANG_EXIT_CODE
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.setup.stores import OwnedStore, StorePlace, open_store
 from scaleray.training.state.pausable_training import AskingCheckpointing, Decision, Ended, Paused, StepwiseTraining
 from scaleray.workload import no_exit
-
-BEAT_S = 0.5
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup, prepare
 from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.checkpointing import Checkpointing
-from scaleray.training.state.final_weights import SaveWeights, hand_on_weights
+from scaleray.training.state.end_of_training import SaveWeights, hand_on_weights
 from scaleray.training.state.items import PROGRESS
 from scaleray.training.state.loop_state import LoopCheckpoint, LoopState
 from scaleray.training.state.training_state import TrainState

@@ -17,17 +17,15 @@ from scaleray.records.run_record import Emit, EventRecord, Heartbeat, WorkerSumm
 from scaleray.records.worker_requests import ControlRequest
 from scaleray.training import loop
 from scaleray.training.health.stall_watch import StallWatch
-from scaleray.training.health.worker_progress import HANG, WATCHDOG_SHARE, Progress, Watchdog
+from scaleray.training.health.worker_progress import BEAT_S, HANG, WATCHDOG_SHARE, Progress, Watchdog
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.rank_context import RankContext
 from scaleray.training.state.checkpointing import Checkpointing, Control
+from scaleray.training.state.final_weight_files import save_weights
 from scaleray.training.state.live_state import LiveState
 from scaleray.training.state.memory_copies import Holders
-from scaleray.training.state.weights import save_weights
 from scaleray.workload import no_exit
 
-BEAT_S = 0.5
-"""Seconds between two heartbeats; longer with more than 50 workers."""
 HANG_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 
 

@@ -18,7 +18,7 @@ from scaleray.checkpoints.storage import Store
 from scaleray.errors import StorageError
 from scaleray.launch.session.run_folder import RunFolder
 from scaleray.strategies.contract.weight_shares import Placed, WeightShare
-from scaleray.training.state.weights import complete, forget, save_weights
+from scaleray.training.state.final_weight_files import complete, forget, save_weights
 
 FLAGS = {"checkpoint.every": "2 steps", "stop.after": "8 steps", "precision.dtype": "fp32", "optimizer.name": "adamw"}
 

@@ -13,7 +13,7 @@ import scaleray
 from scaleray.checkpoints.model_layout import TRAINED_WEIGHTS
 from scaleray.cli.main import run_command
 from scaleray.errors import UsageError
-from scaleray.training.state.weights import read_weights
+from scaleray.training.state.final_weight_files import read_weights
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from scaleray.cli.main import run_command
 from scaleray.errors import CheckpointError
 from scaleray.models.load import find_parts
 from scaleray.strategies.contract.weight_shares import Placed, WeightShare
-from scaleray.training.state import weights as final_weights
+from scaleray.training.state import final_weight_files as final_weights
 from tests.release.promote.tampering import forge_checkpoint
 
 

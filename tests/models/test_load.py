@@ -14,7 +14,7 @@ import scaleray
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.errors import CheckpointError, DataError, TrackingError, UsageError, WorkloadError
 from scaleray.models.load import find_parts
-from scaleray.training.state.weights import read_weights
+from scaleray.training.state.final_weight_files import read_weights
 
 
 def final_weights(run):
@@ -105,7 +105,7 @@ def test_a_run_whose_folder_is_gone_is_loaded_from_mlflow(trained, tmp_path):
 
 def test_weights_that_all_ranks_wrote_are_loaded(run, tmp_path):
     from scaleray.strategies.contract.weight_shares import Placed, WeightShare
-    from scaleray.training.state import weights
+    from scaleray.training.state import final_weight_files as weights
 
     copy, _ = copy_of(run, tmp_path)
     (copy / "weights.pt").unlink()

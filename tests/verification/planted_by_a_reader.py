@@ -34,7 +34,7 @@ from scaleray.strategies.pipeline.parts import Parts
 from scaleray.training import loop
 from scaleray.training.setup import averaging, large_batch_optimizers, model_setup, optimizers
 from scaleray.training.setup.averaging import Averaging
-from scaleray.training.state import final_weights, loop_state
+from scaleray.training.state import end_of_training, loop_state
 from scaleray.training.state import training_state as state_module
 from scaleray.training.state.training_state import TrainState
 from scaleray.training.step import evaluation
@@ -1193,10 +1193,10 @@ def handed_on(change):
 
         return other
 
-    return instead(final_weights, "merged_share", make)
+    return instead(end_of_training, "merged_share", make)
 
 
-@planted("training/state/final_weights.py, hand_on_weights", "the final weights have the statistics of the start",
+@planted("training/state/end_of_training.py, hand_on_weights", "the final weights have the statistics of the start",
          "weights", workload=NORM)  # fmt: skip
 def statistics_of_the_start_handed_on():
     with handed_on(lambda name, tensor: torch.zeros_like(tensor) if "running_mean" in name else tensor):

@@ -20,7 +20,7 @@ from scaleray.strategies.apart.replicas import Replicas
 from scaleray.strategies.gossip import Mixing
 from scaleray.training.setup.averaging import Averaging
 from scaleray.training.setup.model_setup import Setup
-from scaleray.training.state import final_weights, loop_state
+from scaleray.training.state import end_of_training, loop_state
 from scaleray.training.state import training_state as state_module
 from scaleray.training.step.evaluation import Evaluations, Evaluator
 
@@ -65,7 +65,7 @@ def average_stays_in_place():
 
 
 @planted(
-    "training/state/final_weights.py, hand_on_weights", "the trained weights are handed on for their average", "weights",
+    "training/state/end_of_training.py, hand_on_weights", "the trained weights are handed on for their average", "weights",
     workload=rows(), flags=AVERAGE,
 )  # fmt: skip
 def trained_weights_for_the_average():
@@ -429,7 +429,7 @@ def checkpoint_rounded():
         yield
 
 
-@planted("training/state/final_weights.py, hand_on_weights", "the final weights are rounded to bf16", "weights",
+@planted("training/state/end_of_training.py, hand_on_weights", "the final weights are rounded to bf16", "weights",
          workload=rows())  # fmt: skip
 def final_weights_rounded():
     def make(original):
@@ -439,7 +439,7 @@ def final_weights_rounded():
 
         return rounded
 
-    with instead(final_weights, "merged_share", make):
+    with instead(end_of_training, "merged_share", make):
         yield
 
 
@@ -453,7 +453,7 @@ def shards_missing_at_the_end():
 
         return first_only
 
-    with instead(final_weights, "merged_share", make):
+    with instead(end_of_training, "merged_share", make):
         yield
 
 

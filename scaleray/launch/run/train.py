@@ -85,7 +85,7 @@ from scaleray.records.start import DATA, IMPORTS, RAY, StartClock, steady_time
 from scaleray.records.worker_requests import TraceRequest
 from scaleray.training.health import stray_runs
 from scaleray.training.setup.job import TrainJob
-from scaleray.training.state import weights as final_weights
+from scaleray.training.state import final_weight_files as final_weights
 from scaleray.workload import make_workload
 
 IMPORTED_AT = steady_time()

@@ -17,9 +17,10 @@ from scaleray.errors import (
 )
 from scaleray.records.phases import MAY_WAIT, OWN_BUSINESS, Phase
 from scaleray.records.run_record import Heartbeat
-from scaleray.training.health.worker_progress import HANG
+from scaleray.training.health.worker_progress import BEAT_S, HANG
 
-SILENT_S = 2.0  # seconds without a sign of life: four times as long as between two of them
+SILENT_S = 4 * BEAT_S
+"""Seconds without a heartbeat after which a worker counts as silent."""
 
 
 def fatal_error(

@@ -25,6 +25,8 @@ COMPILERS = (  # files that are on a thread's stack only while it compiles
 COLLECTIVES = ("torch/distributed/", "torch/nn/parallel/distributed.py")  # files that wait for other workers
 # a device in whose queue a collective of NCCL waits for them is waited for here
 WAITS = (*COLLECTIVES, "torch/cuda/streams.py", "scaleray/strategies/contract/later.py")
+BEAT_S = 0.5
+"""Seconds between two heartbeats; longer with more than 50 workers."""
 LONGEST_LINE = 1000
 FIRST_STEP_FACTOR = 3.0  # a first step may compile, and fill caches; so may a first evaluation
 WATCHDOG_SHARE = 0.9  # share of the time that the others wait for this worker: only it knows where it hangs

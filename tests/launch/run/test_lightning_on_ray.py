@@ -6,7 +6,7 @@ import pytest
 from small_runs import largest_difference
 
 import scaleray
-from scaleray.training.state.weights import read_weights
+from scaleray.training.state.final_weight_files import read_weights
 
 ROOT = Path(__file__).parents[3]
 

@@ -30,7 +30,7 @@ from scaleray.launch.session.run_folder import RunFolder
 from scaleray.recording import store
 from scaleray.records.conditions import start_key
 from scaleray.records.run_record import RunRecord
-from scaleray.training.state.weights import read_weights
+from scaleray.training.state.final_weight_files import read_weights
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("mlflow_database")]
 

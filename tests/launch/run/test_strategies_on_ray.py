@@ -10,7 +10,7 @@ import torch
 from small_runs import job_of, largest_difference, relative_differences, train_job
 
 import scaleray
-from scaleray.training.state.weights import read_weights
+from scaleray.training.state.final_weight_files import read_weights
 from scaleray.workload import load_workload
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("mlflow_database")]

@@ -10,7 +10,7 @@ from scaleray.data import Split, StreamSource, as_source
 from scaleray.errors import DataError
 from scaleray.strategies.contract.weight_shares import WeightShare
 from scaleray.training.setup.job import MANY_EPOCHS
-from scaleray.training.state.weights import save_weights
+from scaleray.training.state.final_weight_files import save_weights
 
 
 class Stream:

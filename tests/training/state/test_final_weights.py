@@ -28,7 +28,7 @@ from scaleray.strategies.contract.weight_shares import Placed, WeightShare, shar
 from scaleray.training import loop
 from scaleray.training.health.worker_progress import Progress
 from scaleray.training.setup import fine_tuning
-from scaleray.training.state import weights
+from scaleray.training.state import final_weight_files
 from scaleray.training.state.checkpointing import Checkpointing
 
 SHARDED = {
@@ -156,7 +156,7 @@ def end_and_look(place, flags, folder):
     def save(share, name):
         shares.append(share)
         # tiny files, so that a share becomes several
-        weights.save_weights(share, folder, rank=place.rank, max_bytes=1500)
+        final_weight_files.save_weights(share, folder, rank=place.rank, max_bytes=1500)
 
     run_loop(place, workload, flags, save)
     (share,) = shares
@@ -181,15 +181,15 @@ def test_every_rank_writes_its_share_and_together_they_are_the_model(gloo, tmp_p
     assert sum(own for own, *_ in found) == found[0][2]
     folder = path / "weights"
     with pytest.raises(CheckpointError, match="missing"):  # all files are, and nobody has said so yet
-        weights.read_weights(path)
-    names = weights.complete(str(path))
+        final_weight_files.read_weights(path)
+    names = final_weight_files.complete(str(path))
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert sorted(names) == sorted(f"weights/{n}" for n in (*files, "model.safetensors.index.json"))
     assert sorted(p.name for p in folder.iterdir()) == sorted([*(Path(n).name for n in names), "sha256.json"])
     assert len(files) > world_size and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     plain = train_in_plain_torch(SmallTransformer(tie_head=False), ADAMW).weights
-    read = weights.read_weights(path)
+    read = final_weight_files.read_weights(path)
     assert list(read) == list(plain) and largest_difference(plain, read) < 1e-9
     assert index["metadata"]["total_size"] == found[0][2] == sum(t.numel() * t.element_size() for t in read.values())
     # what other programs see: each file alone, where the index says
@@ -204,8 +204,8 @@ def start_from(place, flags, where):
 
 def test_a_training_starts_from_them_under_any_strategy_by_the_run_or_the_folder(gloo, tmp_path):
     gloo.run(2, end_and_look, SHARDED["fsdp"], str(tmp_path))
-    weights.complete(str(tmp_path))
-    wanted = weights.read_weights(tmp_path)
+    final_weight_files.complete(str(tmp_path))
+    wanted = final_weight_files.read_weights(tmp_path)
     for flags, where in (({"strategy.name": "ddp"}, tmp_path), (SHARDED["pipeline"], tmp_path / "weights")):
         started = gloo.run(2, start_from, flags, str(where))[0]
         assert largest_difference(wanted, started) < 1e-12
@@ -229,7 +229,7 @@ def end_on_a_full_disk(place, folder):
             place,
             SmallTransformer(),
             SHARDED["fsdp"],
-            lambda share, name: weights.save_weights(share, folder, name, rank=place.rank),
+            lambda share, name: final_weight_files.save_weights(share, folder, name, rank=place.rank),
         )
     except StorageError as exc:
         return str(exc)
@@ -243,9 +243,9 @@ def test_a_full_disk_on_one_rank_is_that_ranks_error_and_the_weights_are_not_who
     assert first is None
     assert "rank 1" in second and "No space left on device" in second and f"--resume {tmp_path}" in second
     with pytest.raises(StorageError, match=r"model-00002-of-00002\.safetensors is missing or torn"):
-        weights.complete(str(tmp_path))
+        final_weight_files.complete(str(tmp_path))
     with pytest.raises(CheckpointError, match="missing"):
-        weights.read_weights(tmp_path)
+        final_weight_files.read_weights(tmp_path)
 
 
 def shares(num=2, *, value=1.0, rows=4):
@@ -257,7 +257,7 @@ def shares(num=2, *, value=1.0, rows=4):
 
 def save_all(folder, given):
     for rank, share in enumerate(given):
-        weights.save_weights(share, str(folder), rank=rank)
+        final_weight_files.save_weights(share, str(folder), rank=rank)
 
 
 @pytest.mark.parametrize("spoil", [
@@ -269,37 +269,37 @@ def test_a_set_with_a_file_missing_cut_or_of_others_is_not_declared_whole(tmp_pa
     save_all(tmp_path, shares())
     spoil(tmp_path / "weights" / "model-00002-of-00002.safetensors")
     with pytest.raises(StorageError, match="model-00002-of-00002"):
-        weights.complete(str(tmp_path))
+        final_weight_files.complete(str(tmp_path))
     assert not (tmp_path / "weights" / "model.safetensors.index.json").exists()
 
 
 def test_a_run_that_goes_on_has_no_final_weights_until_it_ends_again(tmp_path):
     save_all(tmp_path, shares())
-    weights.complete(str(tmp_path))
-    weights.forget(str(tmp_path))
-    weights.save_weights(shares(value=7.0)[0], str(tmp_path), rank=0)  # new and old files lie side by side
+    final_weight_files.complete(str(tmp_path))
+    final_weight_files.forget(str(tmp_path))
+    final_weight_files.save_weights(shares(value=7.0)[0], str(tmp_path), rank=0)  # new and old files lie side by side
     with pytest.raises(CheckpointError, match="missing"):
-        weights.read_weights(tmp_path)
+        final_weight_files.read_weights(tmp_path)
     save_all(tmp_path, shares(3, value=7.0))  # on more workers in the end
-    assert len(weights.complete(str(tmp_path))) == 4
+    assert len(final_weight_files.complete(str(tmp_path))) == 4
     assert len(list((tmp_path / "weights").iterdir())) == 5  # with the hashes; those of two are gone
-    assert weights.read_weights(tmp_path)["layer2.weight"].eq(9.0).all()
+    assert final_weight_files.read_weights(tmp_path)["layer2.weight"].eq(9.0).all()
 
 
 def test_the_other_form_goes_when_a_run_ends_under_another_strategy(tmp_path):
     plain = WeightShare({"a": torch.ones(2)})
-    weights.save_weights(plain, str(tmp_path), rank=0)
-    assert list(weights.complete(str(tmp_path))) == ["weights.pt"]
+    final_weight_files.save_weights(plain, str(tmp_path), rank=0)
+    assert list(final_weight_files.complete(str(tmp_path))) == ["weights.pt"]
     save_all(tmp_path, shares())
-    weights.complete(str(tmp_path))
+    final_weight_files.complete(str(tmp_path))
     assert not (tmp_path / "weights.pt").exists()
-    weights.save_weights(plain, str(tmp_path), rank=0)
-    assert list(weights.complete(str(tmp_path))) == ["weights.pt"] and not (tmp_path / "weights").exists()
-    assert weights.read_weights(tmp_path)["a"].eq(1).all()
+    final_weight_files.save_weights(plain, str(tmp_path), rank=0)
+    assert list(final_weight_files.complete(str(tmp_path))) == ["weights.pt"] and not (tmp_path / "weights").exists()
+    assert final_weight_files.read_weights(tmp_path)["a"].eq(1).all()
 
 
 def test_a_plain_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
-    weights.save_weights(WeightShare({"a": torch.ones(2)}), str(tmp_path), rank=0)
+    final_weight_files.save_weights(WeightShare({"a": torch.ones(2)}), str(tmp_path), rank=0)
 
     def cut_off(state, stream):
         stream.write(b"PK")
@@ -307,8 +307,8 @@ def test_a_plain_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "save", cut_off)
     with pytest.raises(StorageError, match="No space left"):
-        weights.save_weights(WeightShare({"a": torch.zeros(2)}), str(tmp_path), rank=0)
-    assert weights.read_weights(tmp_path)["a"].eq(1).all()
+        final_weight_files.save_weights(WeightShare({"a": torch.zeros(2)}), str(tmp_path), rank=0)
+    assert final_weight_files.read_weights(tmp_path)["a"].eq(1).all()
     assert [p.name for p in tmp_path.iterdir()] == ["weights.pt"]
 
 
@@ -333,7 +333,7 @@ def test_what_has_no_bytes_at_all_is_shared_out_too():
 
 def test_files_are_a_ranks_own_and_no_larger_than_the_limit_or_one_tensor():
     layout = {"a": Placed(0, 60), "b": Placed(0, 60), "c": Placed(2, 500), "d": Placed(2, 10), "e": Placed(0, 30)}
-    files = weights.file_names(layout, max_bytes=100)
+    files = final_weight_files.file_names(layout, max_bytes=100)
     assert files == {
         "a": "model-00001-of-00004.safetensors",
         "b": "model-00002-of-00004.safetensors",
@@ -381,7 +381,7 @@ def in_two_shares(run_path, *, torn):
     layout = {n: Placed(number % 2, t.numel() * t.element_size()) for number, (n, t) in enumerate(plain.items())}
     for rank in (0,) if torn else (0, 1):
         own = {name: plain[name] for name, placed in layout.items() if placed.rank == rank}
-        weights.save_weights(WeightShare(own, layout), run_path, rank=rank)
+        final_weight_files.save_weights(WeightShare(own, layout), run_path, rank=rank)
     return plain
 
 
@@ -414,7 +414,7 @@ def sharded_run(tmp_path, monkeypatch, mlflow_database):
 
 def test_the_driver_declares_them_whole_and_mlflow_has_them(sharded_run):
     record, folder, plain = sharded_run(torn=False)
-    read = weights.read_weights(folder)
+    read = final_weight_files.read_weights(folder)
     assert list(read) == list(plain) and all(torch.equal(read[name], plain[name]) for name in plain)
     assert len(record.weights) == 3 and all(
         Store(folder).digest(n)[0] == f["sha256"] for n, f in record.weights.items()
