@@ -32,8 +32,8 @@ class Pruned:
 
 @dataclass(frozen=True)
 class Catalog:
-    """Checkpoints folder of a run, and its copy if there is one. `stores[0]` is the first; others have the same
-    files."""
+    """Checkpoints folder of a run, and its copy if there is one. `stores[0]` is the primary one; other stores hold the
+    same files."""
 
     stores: list[Store]
 
@@ -303,7 +303,7 @@ def _required(catalog: Catalog, step: int | None, *, where: str) -> Manifest:
         if not steps:
             raise CheckpointError(what, "empty", "it holds no complete checkpoint", hint)
         count = f"{len(steps)} unfinished checkpoint{'s' if len(steps) != 1 else ''}"
-        raise CheckpointError.problem(what, f"holds {count} and no complete one", hint)
+        raise CheckpointError.problem(what, f"holds {count} but no complete one", hint)
     try:
         return catalog.read(step)
     except Incomplete as exc:

@@ -25,7 +25,7 @@ class Damage:
 
     @property
     def is_missing(self) -> bool:
-        """Whether the store does not have the file."""
+        """Whether the file is missing from the store."""
         return self.problem == ABSENT
 
     @property

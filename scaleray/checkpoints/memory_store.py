@@ -171,7 +171,7 @@ class _Link:
 
     def _connected(self) -> socket.socket:
         if time.monotonic() - self._failed_at < RETRY_S:
-            raise OSError("it did not answer a moment ago")
+            raise OSError("the last attempt failed a moment ago")
         try:
             connection = socket.create_connection(self._address, timeout=CONNECT_S)
         except OSError:

@@ -1,5 +1,5 @@
-"""Files of plain bytes with a checkpoint's tensors: writing them to every store, and reading them with a check of
-digests."""
+"""Files that hold a checkpoint's tensors as raw bytes: written to every store, and checked against their digests
+when read."""
 
 import secrets
 from collections.abc import Callable, Iterator

@@ -87,11 +87,12 @@ def up(
     Parameters
     ----------
     name
-        Its name, of at most 12 letters, to run several at once.
+        Name of the cluster, at most 12 characters; needed to run several at once.
     nodes
         Number of nodes, including the head.
     cpus
-        CPUs that each node offers, possibly more than the machine has; by default one more than that in total.
+        CPUs that each node offers, possibly more than the machine has; by default enough that all nodes together
+        offer more than the machine has.
     port
         Port of the head on 127.0.0.1; by default a free one.
     block

@@ -8,11 +8,11 @@ CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
-"""Files with the limit of a container's memory and its use, of both versions of Linux's control groups."""
+"""Files with the memory limit and the memory use of a container, for both versions of Linux's control groups."""
 
 
 def container_memory() -> Iterator[tuple[int, int]]:
-    """Limit of this container's memory and its use, in bytes; nothing without a limit."""
+    """Yield the memory limit and the memory use of this container in bytes, or nothing if there is no limit."""
     for limit, used in CGROUP_FILES:
         try:
             with open(limit) as most, open(used) as now:

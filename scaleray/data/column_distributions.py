@@ -22,7 +22,7 @@ from scaleray.data.transformed import under_transforms
 MOST_ROWS, MOST_COMPUTED_ROWS = 2048, 32
 """Number of rows to describe: of stored data, and of data that user code computes, such as decoded images."""
 MOST_BYTES = 2**28
-"""Most bytes to read for this, and size of the largest row group; grouped data are represented by their first group."""
+"""Maximum bytes to read for this, and of a row group; grouped data are represented by their first group."""
 MOST_VALUES, ROWS_A_VALUE = 32, 16
 """Values of a column of integers or texts, such as labels, are counted individually up to this many distinct values,
 with at least this many rows for each."""

@@ -41,11 +41,12 @@ class Lengths:
 
 @dataclass(frozen=True)
 class LengthPlan(StepPlan):
-    """Order of the samples of a split whose rows have lengths.
+    """Order of the samples of a split whose rows differ in length.
 
-    bucket_batches: number of global batches sorted by length together, or None. tokens_per_step: most tokens in a
-    step's piece of the epoch, or None if every step has `global_batch_size` rows, which is otherwise approximate.
-    tokens_per_micro_batch: most tokens in a micro-batch, or None if micro-batches are counted in rows."""
+    bucket_batches: number of global batches sorted by length together, or None. tokens_per_step: maximum number of
+    tokens in a step's piece of the epoch; `global_batch_size` is then only approximate. None: every step has exactly
+    `global_batch_size` rows. tokens_per_micro_batch: maximum number of tokens in a micro-batch, or None if
+    micro-batches are counted in rows."""
 
     lengths: Lengths = Lengths(())  # noqa: RUF009 - never changed
     bucket_batches: int | None = None

@@ -87,7 +87,7 @@ class Shards:
                 raise DataError(
                     f"the ending .{ending}",
                     "not known",
-                    f"there are: {', '.join(sorted(known))}",
+                    f"known endings are {', '.join(sorted(known))}",
                     f"give decoders={{{ending!r}: function of the bytes}}, or omit it from columns",
                 )
 

@@ -87,7 +87,7 @@ def checked_rows(given: Any, num_rows: int, *, what: str, allows_text: bool = Fa
     """Check columns returned by user code. Raises WorkloadError if they do not have the given number of rows."""
     if not isinstance(given, Mapping) or not given:
         allowed = "it must return a dict of columns: arrays with the rows along dimension 0"
-        found = "an empty one" if isinstance(given, Mapping) else f"a {type(given).__name__}"
+        found = "an empty mapping" if isinstance(given, Mapping) else f"a {type(given).__name__}"
         raise WorkloadError(f"the result of {what}", found, allowed)
     columns = {str(n): as_column(str(n), column, allows_text=allows_text) for n, column in given.items()}
     lengths = {name: len(c) if isinstance(c, Ragged) or c.ndim else "no" for name, c in columns.items()}

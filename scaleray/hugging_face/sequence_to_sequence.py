@@ -25,7 +25,7 @@ class SequenceToSequence(LabelledTexts):
     """Map a text to another text.
 
     source, target: columns of the two texts. prefix: text before every source, as T5 uses for its tasks.
-    sequence_length, target_length: most tokens of a source and of a target. generated_rows: number of rows of each
+    sequence_length, target_length: maximum tokens of a source and of a target. generated_rows: number of rows of each
     evaluated split, evenly spaced, for which every evaluation generates an answer; 0: none. num_beams: for generation.
     rouge: whether to measure answers by ROUGE in addition to exact match."""
 

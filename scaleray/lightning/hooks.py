@@ -286,7 +286,9 @@ class LightningHooks(Callback):
             self.schedule.follow(due, float(measured[name]))
         elif self._has_evaluated and due.strict:
             known = ", ".join(sorted(measured))
-            raise WorkloadError(f"the monitor of {kind}", name, f"no logged value has this name; there are {known}")
+            raise WorkloadError(
+                f"the monitor of {kind}", name, f"no logged value has this name; the logged values are {known}"
+            )
         elif not self._has_warned:
             self._has_warned = True
             text = f"{name} was never measured, so {kind} leaves the learning rate unchanged"

@@ -35,7 +35,7 @@ from scaleray.records.run_record import EventRecord
 from scaleray.records.start import steady_time
 
 MOST_WAITING = 100
-"""Most alerts queued for a receiver; further ones are dropped."""
+"""Maximum number of alerts queued for a receiver; further ones are dropped."""
 FIRST_PAUSE_S = 1.0
 SHOWN_ANSWER = 200
 TRIED_AGAIN = (408, 425, 429)

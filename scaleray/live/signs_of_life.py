@@ -11,7 +11,7 @@ from scaleray.records.run_record import Heartbeat, WorkerMessage
 from scaleray.records.worker_requests import ControlRequest
 
 MOST_KEPT = 20_000
-"""Most messages stored without a display, so that a driver's memory does not grow with the number of steps."""
+"""Maximum number of messages stored without a display, so that a long run does not fill the driver's memory."""
 
 
 class ShownMessages:
@@ -38,7 +38,7 @@ SILENT_S, SILENT_S_A_RANK = 10.0, 0.03
 """Seconds of silence after which a rank is lost, and seconds added per rank, since many ranks report less often."""
 
 LINKS_EVERY_S = 600.0
-"""Least seconds between two measurements of links, no matter how long they stay slow."""
+"""Minimum seconds between two measurements of links, no matter how long they stay slow."""
 
 
 class SignsOfLife:

@@ -216,7 +216,7 @@ def step_rows(text: str | None) -> list[dict[str, float]]:
     if text and (missing := [name for name in OLD_COLUMNS[-1] if name not in (reader.fieldnames or ())]):
         raise TrackingError.problem(
             "steps.csv of the run",
-            f"lacks the column {missing[0]}, which every step has",
+            f"lacks the required column {missing[0]}",
             "restore the copy from MLflow or the run's bucket, or move the file away; only the curves need it",
         )
     for row in reader:

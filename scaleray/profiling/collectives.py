@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from scaleray.records.profile_record import CollectiveRow
 
 MOST_PARTS = 4
-"""Most parts written out in a list of layers."""
+"""Maximum number of parts written out in a list of layers."""
 
 
 def layer_range(parameters: Iterable[str]) -> str:

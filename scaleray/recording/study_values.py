@@ -85,14 +85,14 @@ def point_values(point: Point) -> list[Value]:
 
 
 def point_duration_s(point: Point) -> float:
-    """Seconds that measuring a point took, as far as they are known: those of its repeats."""
+    """Seconds spent on measuring a point, as far as known: the sum over its repeats."""
     return sum(map(sum, point.turns))
 
 
 def trial_values(trial: Trial, *, ended_at: float) -> list[Value]:
     """Single values of a trial at step 0. Its metric has the number of samples as the step.
 
-    ended_at: wall clock in s."""
+    ended_at: wall-clock time in seconds."""
     set_before = [
         Row(names.TRIAL_BATCH_SIZE, trial.batch_size),
         Row(names.TRIAL_LEARNING_RATE, trial.learning_rate),
@@ -105,7 +105,7 @@ def trial_values(trial: Trial, *, ended_at: float) -> list[Value]:
 
 
 def trial_duration_s(trial: Trial) -> float:
-    """Seconds from a trial's first worker to its end; if these are unknown, only those of its steps."""
+    """Seconds from the start of a trial's first worker to the end of the trial; if unknown, the time of its steps."""
     return trial.total_time_s or trial.training_time_s
 
 
@@ -144,7 +144,7 @@ def _cost(record: StudyRecord | SweepRecord) -> dict[str, float]:
 
 
 def end_of(record: StudyRecord | SweepRecord) -> float:
-    """Wall clock at the end of a record, in seconds since 1970; a continued sweep took longer than its last part."""
+    """Wall-clock time at the end of a record, in seconds since 1970; a continued sweep ends with its last part."""
     trials = record.trials if isinstance(record, SweepRecord) else []
     return max([record.started_at + record.duration_s, *(t.ended_at for t in trials if t.ended_at is not None)])
 

@@ -14,7 +14,7 @@ def show_gates(console: Console, record: GateRecord) -> None:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    say(f"{record.run}: {_runs(record.candidates)}, against {_runs(record.baselines)}")
+    say(f"{record.run}: {_runs(record.candidates)}; baseline: {_runs(record.baselines)}")
     for note in record.notes:
         say(note)
     for gate in record.gates:
@@ -42,4 +42,4 @@ def _more(check: Check) -> str:
 
 
 def _runs(names: list[str]) -> str:
-    return f"{len(names)} run{'' if len(names) == 1 else 's'}" if names else "no baseline"
+    return f"{len(names)} run{'' if len(names) == 1 else 's'}" if names else "none"

@@ -18,7 +18,7 @@ PARTS = (
 )
 MOST_LINES = 8
 MOST_DOTS = 400
-"""Most dots in a figure of single steps."""
+"""Maximum number of dots in a figure of single steps."""
 
 
 def study_drawings(record: StudyRecord, curve: Curve) -> list[Drawing]:

@@ -190,7 +190,7 @@ def parse_rates(option: str, text: str) -> tuple[float, ...] | LogUniform:
 
 def parse_names(option: str, text: str, allowed: Sequence[str]) -> tuple[str, ...]:
     """Parse names separated by commas, each one of `allowed`. Raises ConfigError."""
-    names = _parse_list(option, text, str, f"there are {', '.join(allowed)}")
+    names = _parse_list(option, text, str, f"available: {', '.join(allowed)}")
     unknown = [name for name in names if name not in allowed]
     if unknown:
         raise ConfigError(option, unknown[0], f"it must be one of {', '.join(allowed)}")

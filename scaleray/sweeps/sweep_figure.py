@@ -13,13 +13,13 @@ from scaleray.records.text.units import seconds
 from scaleray.sweeps.sweep_maps import MOST_MARKS, maps
 
 MOST_LINES = 60
-"""Most curves in one figure."""
+"""Maximum number of curves in one figure."""
 MOST_CURVE_POINTS = 60
-"""Most evaluations in one line."""
+"""Maximum number of evaluations in one line."""
 MOST_BESIDE = 3.0
 """Factor by which the frame of noise scales extends beyond the measured values, however wide their intervals."""
 MOST_ARROWS = 60
-"""Most trials in a figure whose intervals end in an arrow if they extend beyond it."""
+"""Maximum number of trials in a figure for which an interval beyond the frame ends in an arrow."""
 
 
 def sweep_drawings(record: SweepRecord) -> list[Drawing]:

@@ -14,9 +14,9 @@ from scaleray.sweeps.result import Knee, RuleRange, find_knee
 from scaleray.sweeps.rule_limits import ended_at, rule_limits
 
 MOST_MARKS = 1500
-"""Most settings in all maps together, and most trials in a scatter plot."""
+"""Maximum number of settings in all maps together, and of trials in a scatter plot."""
 PANELS = 4
-"""Most rules side by side in one map."""
+"""Maximum number of rules side by side in one map."""
 
 
 @dataclass(frozen=True, kw_only=True)

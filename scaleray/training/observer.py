@@ -1,6 +1,6 @@
 """Interface for observing a training; there is no other.
 
-An observer reads and reports; with or without it, the weights are the same to the bit. All decisions about the training
+An observer reads and reports; with or without it, the weights are bit-identical. All decisions about the training
 (its target, its checkpoints, the shares of its workers) are made in the loop itself."""
 
 from __future__ import annotations

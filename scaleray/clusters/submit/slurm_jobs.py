@@ -27,7 +27,7 @@ STATES = {
     "SUSPENDED": "RUNNING",
     "STAGE_OUT": "RUNNING",
 }
-"""Ray's states for those of Slurm; any other state means waiting."""
+"""Ray's job state for each of Slurm's; any other state means waiting."""
 NO_OUTPUT = "0:53"
 """Exit code of a job whose output file could not be opened on its first node."""
 LIMITS = ("QOS", "Assoc", "MaxJobs", "MaxSubmit", "MaxNode", "MaxCpu", "MaxGRES", "MaxMem", "PartitionTimeLimit")
@@ -196,7 +196,7 @@ class SlurmJobs:
         found = versions_in(said.out)
         if found is None:
             raise ClusterError.problem(
-                f"environment of {self.cluster.name}",
+                f"the environment of {self.cluster.name}",
                 f"has a Python that does not report versions: {said.problem}",
                 "use a virtual environment visible to the nodes; docs/cluster.md explains how to create one",
             )

@@ -1,4 +1,4 @@
-"""A job on any type of cluster, and following it to its end."""
+"""A job on any type of cluster, followed until it ends."""
 
 import time
 from collections.abc import Callable

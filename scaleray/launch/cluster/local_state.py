@@ -152,7 +152,7 @@ def load(name: str) -> ClusterState | None:
         raise ClusterError(
             str(folder_of(name) / "state.json"),
             "not readable",
-            f"it lists the processes of a cluster: {' '.join(str(exc).splitlines()[1:3]) or exc}",
+            f"it must list the processes of a cluster ({' '.join(str(exc).splitlines()[1:3]) or exc})",
             "if another release of scaleray wrote it, end the cluster with that release",
         ) from exc
 

@@ -1,7 +1,7 @@
 """The workers' process group, set up for Ray Train by a controller that never imports torch.
 
 `ray.train.torch.TorchConfig` does the same, but imports torch in the controller, which only passes addresses on. That
-takes more than a second of a core before the first worker starts.
+import takes more than a second of CPU time before the first worker starts.
 """
 
 import time

@@ -17,7 +17,7 @@ from scaleray.live.dashboards.grafana import as_grafana
 
 TIMEOUT_S = 30.0
 SHOWN = 300
-"""Most characters of a server's response that a message shows."""
+"""Maximum number of characters of a server's response that a message shows."""
 
 
 def install_dashboards(grafana: str, *, token_env: str = "GRAFANA_TOKEN", folder: str = "scaleray") -> dict[str, str]:

@@ -22,7 +22,7 @@ Points = deque[tuple[float, float]]
 
 
 MOST_NEW = 50_000
-"""Most messages stored until the next check."""
+"""Maximum number of messages stored until the next check."""
 LOSS, GRAD_NORM = prometheus_name(names.LOSS), prometheus_name(names.GRAD_NORM)
 
 

@@ -15,7 +15,7 @@ LEAST_LATENESS_S = 0.001
 RECENT_S, PAST_S, LEAST_PAST_S = 60.0, 1800.0, 120.0
 """Seconds of the recent mean, of the earlier median with which it is compared, and the shortest history for that."""
 LINK_PAST_S, LINK_RECENT_S, LEAST_EXPOSED = 3600.0, 30.0, 0.1
-"""Least share of a step spent waiting for communication for which slow collectives are reported. They are compared with
+"""Minimum share of a step spent waiting for communication for slow collectives to be reported. They are compared with
 their own median of the last hour, since their best value means little on a shared machine."""
 LATENESS, STEP_TIME = prometheus_name(live.LATENESS_S), prometheus_name(names.STEP_TIME_S)
 EXPOSED = prometheus_name(live.EXPOSED_COMMUNICATION_SHARE)

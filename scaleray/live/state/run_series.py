@@ -1,4 +1,4 @@
-"""Series that a run has once, from its state, and those of its ranks that they do not publish themselves."""
+"""Series with one value per run, from its state, and series of ranks that the ranks do not publish themselves."""
 
 from collections.abc import Callable, Mapping, Sequence
 

@@ -30,7 +30,7 @@ from scaleray.records.start import steady_time
 WINDOW_S, MOST_STEPS = 30.0, 1000
 """Largest window of a mean rate, in seconds and in steps."""
 MOST_POINTS = 200
-"""Most points of the loss curve: more than a terminal has columns."""
+"""Maximum number of points of the loss curve: more than a terminal has columns."""
 MOST_EVENTS = 20
 OF_A_STEP = ("step", "epoch", "loss", "learning_rate", "grad_norm", "loss_scale")
 """Values of the last step that a LiveState contains."""
@@ -153,7 +153,7 @@ class RunState:
         self._previous_step: int | None = None
         """Number of the previous step; None after a restart, as its first step may be a repeat."""
         self._begun: tuple[int, float] | None = None
-        """Step and wall clock at the beginning of the current series of consecutive steps."""
+        """Step and wall-clock time at the beginning of the current series of consecutive steps."""
         self._furthest = 0
         self._held_at: float | None = None
         """Start of the training time that is not covered by a checkpoint."""

@@ -7,7 +7,7 @@ from scaleray.common.metric import Metric
 from scaleray.common.printed import printable
 
 SHOWN_LABEL = 300
-"""Most characters of a label value, as users choose the names of metrics and jobs."""
+"""Maximum number of characters of a label value, as users choose the names of metrics and jobs."""
 
 
 class Series(NamedTuple):

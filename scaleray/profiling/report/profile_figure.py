@@ -35,7 +35,7 @@ GOODPUT_COLOURS = {
     "other": PALE,
 }
 MOST_BARS = 32
-"""Most ranks with a bar of their own; those with the longest steps are chosen."""
+"""Maximum number of ranks with a bar of their own; those with the longest steps are chosen."""
 LEAST_SHOWN = 0.005
 """Parts below this share of a step have no label."""
 

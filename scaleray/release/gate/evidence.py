@@ -35,7 +35,7 @@ from scaleray.release.gates.operations import faults_survived
 READERS = 8
 """Number of neighbouring folders read concurrently, since a bucket responds slowly to each request."""
 MOST_NEIGHBOURS = 500
-"""Most folders next to a run's own that are searched for its repeats, certificates and studies, newest first."""
+"""Maximum number of folders next to a run's own searched for its repeats, certificates and studies, newest first."""
 
 
 @dataclass(frozen=True)

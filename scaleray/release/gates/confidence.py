@@ -117,8 +117,8 @@ def not_worse(
 def equal(
     candidate: Runs, baseline: Runs, margin: Margin, *, better: Better, alpha: float = ALPHA
 ) -> MarginTest | None:
-    """Whether the candidate is not worse or better by the margin: two one-sided tests, each at `alpha`. None if a side
-    has fewer than two runs."""
+    """Whether the candidate is neither worse nor better by the margin: two one-sided tests, each at `alpha`. None if a
+    side has fewer than two runs."""
     worse = not_worse(candidate, baseline, margin, better=better, alpha=alpha)
     best = not_worse(candidate, baseline, margin, better=_turned(better), alpha=alpha)
     if worse is None or best is None:

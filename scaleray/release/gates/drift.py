@@ -28,7 +28,7 @@ LARGEST_OF_NINE_IN_TEN = 1.224
 SUCCESSIVE = 2
 """Number of rows that count as one for passing, since neighbouring rows may be similar."""
 CHECKS_A_COLUMN = 3
-"""Most checks of the values of one column."""
+"""Maximum number of checks of the values of one column."""
 Facts = Mapping[str, Any]
 
 

@@ -98,7 +98,7 @@ class OperationsPolicy(Settings):
     min_memory_headroom: Annotated[float | None, Field(ge=0, lt=1)] = None
     """Smallest share of free device memory at the peak."""
     max_nonfinite_steps: Annotated[int | None, Field(ge=0)] = 0
-    """Most steps whose loss or gradient was not finite."""
+    """Maximum number of steps whose loss or gradient is not finite."""
     no_alerts_of: tuple[str, ...] = ("critical",)
     """Severities at which no alert may have been raised."""
 

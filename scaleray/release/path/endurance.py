@@ -56,7 +56,7 @@ def killed_and_resumed(path: PathRecord, task: PathTask, words: Sequence[str]) -
 
 
 def _was_killed(folder: Path) -> bool:
-    """Whether a folder has a training that was killed with a checkpoint and that can resume or has resumed."""
+    """Whether a folder holds a run that was killed after its first checkpoint, and that can be or has been resumed."""
     if not is_finished(folder):
         return _has_checkpoint(folder)
     record = record_in(folder)
@@ -64,7 +64,7 @@ def _was_killed(folder: Path) -> bool:
 
 
 def _killed(words: Sequence[str], folder: Path, log: Path) -> bool:
-    """Start a training and kill all its processes once it has a checkpoint; returns whether it had one in time."""
+    """Start a run and kill all its processes once it has a checkpoint; returns whether it had one in time."""
     command = [sys.executable, "-m", "scaleray", *words, "--json"]
     with held(log) as lock, log.open("a") as kept:
         process = subprocess.Popen(command, stdout=kept, stderr=kept, start_new_session=True, pass_fds=[lock])

@@ -241,7 +241,7 @@ def _machine(run: RunRecord) -> Machine | None:
 FACTOR = 2.0
 """Factor between the largest measurement and a limit."""
 MOST_CHECKS = 2000
-"""Most steps of a run, evenly spread, at which losses and gradients are compared with earlier values."""
+"""Maximum number of evenly spaced steps of a run at which losses and gradients are compared with earlier values."""
 SLOWER = 0.8
 """Share of the slowest run's samples per second below which a later run counts as slower than the promoted runs."""
 

@@ -1,14 +1,14 @@
 """Which steps of a run count: the end of its warm-up, and whether later steps are steady.
 
 The rule: steps are grouped in batches of 5, each represented by its median, so single slow steps do not matter. The
-warm-up ends where the standard error of the remaining batches' mean is smallest, or first within 5 % of that (MSER-5:
-White 1997, Simulation 69(6):323-334), after at least 3 steps and at most half of all, leaving 20 steps if possible. The
-rest is steady unless
+warm-up ends at the first batch after which the squared standard error of the remaining batches' mean is within 5 % of
+its minimum (MSER-5: White 1997, Simulation 69(6):323-334), after at least 3 steps and at most half of all steps, and
+leaves 20 steps if possible. The rest is steady unless
 
 - it drifts: it rises or falls more than chance explains (Kendall's tau, p < 0.01), by more than 3 % from end to end
   on the Theil-Sen line; or
-- the warm-up had not ended by half of the steps: it would end there, and the last batch before it is still more than
-  3 % and 3 standard deviations off; or
+- the warm-up lasts longer than half of the steps: the rule places its end at the halfway point, and the last batch
+  before that point is still more than 3 % and 3 standard deviations off; or
 - there are fewer than 20 steps after the warm-up: too few to tell."""
 
 import math

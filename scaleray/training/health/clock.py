@@ -23,10 +23,10 @@ class SteadyState:
 
 
 class Clock:
-    """Times from step to step, including records and excluding evaluation. Steps are counted from 0.
+    """Time from step to step, including the time for records but not evaluation. Steps are counted from 0.
 
-    started_at: wall clock at which the run began. start_ends: end of each part of its start. first_step_s: seconds from
-    the beginning of the run to the end of the first step. profile: measures the parts of each step."""
+    started_at: wall-clock time at the start of the run. start_ends: end of each part of the start-up. first_step_s:
+    seconds from the start of the run to the end of the first step. profile: measures the parts of each step."""
 
     def __init__(self, started_at: float, start_ends: Mapping[str, float], profile: Profile) -> None:
         self.profile = profile

@@ -44,7 +44,7 @@ def rank_dump(
 ) -> RankDump:
     """Report of this rank. with_lines: also look up the lines of Python. after_error: lines at which a collective's
     error was raised. read: calls one of torch's private functions, or returns the given default if that fails.
-    since_ns: wall clock; earlier collectives belong to a previous group."""
+    since_ns: wall-clock time; earlier collectives belong to a previous group."""
     reader = flight_recorder.entries_with_frames if with_lines else flight_recorder.entries_without_lines
     remembered = read(reader, None)
     entries = [one for one in remembered or () if int(one["time_created_ns"]) >= since_ns]
@@ -102,7 +102,7 @@ GROUP_VARIABLE = "WORKERS_STARTED_AT"
 class StallWatch:
     """Context of a training, whose `look` a thread calls repeatedly. say: called once for each stall with its location,
     if no other worker waits for this one. group: name of this group of workers, the same on all of them; if None, taken
-    from the environment. since_ns: wall clock from which collectives belong to this group."""
+    from the environment. since_ns: wall-clock time from which collectives belong to this group."""
 
     def __init__(
         self,

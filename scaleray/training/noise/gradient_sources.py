@@ -237,8 +237,8 @@ class ConsecutiveSteps:
 
 
 def as_viewed(view: View, gradients: Mapping[nn.Parameter, torch.Tensor], guarded: Guarded) -> list[torch.Tensor]:
-    """Tensors whose combined norm is that of the gradients for measuring noise; NaN on failure, as ranks still sum
-    it."""
+    """Tensors whose combined norm is the gradient norm used to measure noise; NaN on failure, so that ranks can still
+    sum the norms."""
     found: list[torch.Tensor] | None = guarded(lambda: view.all(gradients), None)
     if found is None:
         first, *rest = gradients.values()

@@ -27,7 +27,7 @@ from scaleray.training.setup.rank_context import RankContext
 MOST_ROWS = 500
 """Number of stored steps: enough to tell a steady delay from chance, and few enough for a thousand ranks."""
 MOST_RECENT = 64
-"""Most steps covered by one sample of the running training."""
+"""Maximum number of steps covered by one sample of the running training."""
 CHUNK = 64
 """Steps added to the table at a time."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

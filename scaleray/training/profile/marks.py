@@ -17,7 +17,8 @@ COLUMN_OF: dict[str, int] = {**dict.fromkeys(Phase, OTHER), **{part: column for 
 """Index of each phase among the parts of a step."""
 
 MOST_MARKS = 64
-"""Most marks of a step in the queue; a step with several micro-batches or an evaluation may have thousands."""
+"""Maximum number of marks of a step in the queue; a step with several micro-batches or an evaluation may have
+thousands."""
 
 StepParts = tuple[float, list[float]]
 """Seconds of a step by the training's clock, and the seconds of its parts."""

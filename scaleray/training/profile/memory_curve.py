@@ -84,7 +84,7 @@ SNAPSHOT_EVERY_S = 60.0
 
 class MemoryCurve:
     """Samples the memory of this process's device, or of the process itself on the CPU, after step `first_step`.
-    started_at: wall clock at the start of the run."""
+    started_at: wall-clock time at the start of the run."""
 
     def __init__(self, device: torch.device, started_at: float, first_step: int = 0) -> None:
         self.device, self.started_at = device, started_at

@@ -1,7 +1,7 @@
 """Traces of a training's last steps on chosen ranks, made by torch.profiler, as gzipped JSON in the run's folder.
 
 All ranks take part in finding the slowest rank, and in barriers through which clocks are compared. The training is not
-affected: the weights are the same to the bit."""
+affected: the weights are bit-identical."""
 
 import contextlib
 import gzip

@@ -41,7 +41,7 @@ REPORTED_WITHIN_S = 1.0
 class Group:
     """Membership of this worker in one epoch. nodes: node of each rank. random: last random states of the rank, by
     step, as its previous holder sent them. lost: workers lost since the last epoch. grows: whether a worker has joined
-    a smaller group. broken_at: wall clock at the end of the last epoch."""
+    a smaller group. broken_at: wall-clock time at the end of the last epoch."""
 
     epoch: int
     name: str

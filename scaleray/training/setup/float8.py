@@ -121,7 +121,7 @@ def _layers(
             raise WorkloadError(
                 "precision.float8_leave_out",
                 pattern,
-                f"no linear layer has this name; there are {', '.join(list(linear)[:8])}",
+                f"no linear layer has this name; the linear layers are {', '.join(list(linear)[:8])}",
             )
     chosen, left_out = {}, {}
     for name, module in linear.items():

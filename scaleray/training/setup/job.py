@@ -130,7 +130,7 @@ class TrainJob:
     varied: tuple[str, ...] = ()
     """Keys of the config in which the trainings of a sweep differ."""
     start_ends: Mapping[str, float] = field(default_factory=dict)
-    """Wall clock at the end of each part of the start, see `records/start.py`."""
+    """Wall-clock time at the end of each part of the start-up, see `records/start.py`."""
     trace: TraceRequest | None = None
     """Trace of the last steps, if one is requested."""
     is_only_measured: bool = False

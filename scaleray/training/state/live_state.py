@@ -70,8 +70,8 @@ class LiveState:
         self, random: Mapping[int, Tensors], lost: Sequence[str], broken_at: float, *, grows: bool = False
     ) -> None:
         """Record why the next group is formed. random: last random states of this worker's rank, by step, as sent by
-        the worker that had this rank. lost: workers lost since the last group. broken_at: wall clock at the end of that
-        group. grows: whether a worker joins a smaller group."""
+        the worker that had this rank. lost: workers lost since the last group. broken_at: wall-clock time at the end
+        of that group. grows: whether a worker joins a smaller group."""
         self._random, self._lost, self._broken_at, self._grows = random, lost, broken_at, grows
 
     def after_forward(self, place: RankContext, step: int) -> None:

@@ -32,7 +32,7 @@ class Masks:
         self.device, self.by_step = device, by_step
         self.draws: list[Draw] = []
         self.is_alone = True
-        """Whether nothing but dropout has drawn since `begin`."""
+        """Whether only dropout has drawn random numbers since `begin`."""
         self._known: set[bytes] = set()
 
     def begin(self) -> None:
