@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     struck: Counter[str] = Counter()
     series: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    busy_s = _busy_s()
+    busy_s, began, failure = _busy_s(), time.monotonic(), ""
     with local_nodes() as nodes:
         run = Run(folder, nodes.environment(), Size(steps=10**7, checkpoint_every=300, pause_s=PAUSE_S), settings)
         try:
@@ -137,29 +137,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 time.sleep(SAMPLE_S)
             record = run.finish()
         except Failed as exc:
-            print(f"{exc}\nthe run is kept in {folder}", file=sys.stderr)
-            return 1
+            record, failure = None, str(exc)
         finally:
             run.stop()
-    trends, wrong = tested(series), _wrong_steps(Path(record.run_dir), record.steps)
+    trends = tested(series) if series else []
+    steps, wrong = (record.steps, _wrong_steps(Path(record.run_dir), record.steps)) if record else (0, [])
     _print(trends)
-    print(f"{record.steps} steps, {dict(struck)}, steps missing or twice: {len(wrong)} {wrong[:10]}")
-    print(
-        f"{time.monotonic() - began:.0f} s, {_busy_s() - busy_s:.0f} CPU s of the machine, load {os.getloadavg()[0]:.1f}"
-    )
+    print(f"{steps} steps, {dict(struck)}, steps missing or twice: {len(wrong)} {wrong[:10]}")
+    took = time.monotonic() - began
+    print(f"{took:.0f} s, {_busy_s() - busy_s:.0f} CPU s of the machine, load {os.getloadavg()[0]:.1f}")
     if options.json:
-        found = {
-            "struck": dict(struck),
-            "steps": record.steps,
-            "wrong": wrong,
-            "trends": [asdict(t) | {"grows": t.grows} for t in trends],
-        }
-        options.json.write_text(json.dumps(found | {"series": series}))
-    is_good = not wrong and not any(trend.grows for trend in trends)
+        report = {"struck": dict(struck), "steps": steps, "wrong": wrong, "failure": failure}
+        report["trends"] = [asdict(trend) | {"grows": trend.grows} for trend in trends]
+        options.json.write_text(json.dumps(report | {"series": series}))
+    is_good = not failure and not wrong and not any(trend.grows for trend in trends)
     if is_good:
         shutil.rmtree(folder, ignore_errors=True)
     else:
-        print(f"the run is kept in {folder}")
+        print(f"{failure}\nthe run is kept in {folder}")
     return 0 if is_good else 1
 
 

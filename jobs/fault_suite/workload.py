@@ -26,7 +26,7 @@ class StopIfAsked(Callback):
 
     def on_step(self, run: Any) -> None:
         if self.file.exists():
-            run.stop()
+            run.stop("its time is over")
 
 
 class Recorded(Workload):

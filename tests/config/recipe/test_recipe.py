@@ -152,7 +152,7 @@ def test_drop_last_makes_the_epoch_shorter_and_says_what_is_left_out():
     kept, dropped = recipe(), recipe(batch__drop_last=True)
     assert (kept.steps_per_epoch, dropped.steps_per_epoch) == (16, 15)
     assert "last step has 40" in kept.explanations["steps_per_epoch"]
-    assert "last 40 left out" in dropped.explanations["steps_per_epoch"]
+    assert "last 40 omitted" in dropped.explanations["steps_per_epoch"]
 
 
 def test_a_warmup_as_long_as_the_training_is_refused():
