@@ -84,7 +84,7 @@ def test_a_slow_link_of_a_cluster_is_named_with_its_rate(share, verdict):
     ]
     measured = replace(measured, links=replace(measured.links, pairs=pairs))
     assert not_green(measured) == ({"links between nodes": verdict} if verdict else {})
-    assert (f"{NAMES[0]} - {NAMES[3]} with" in found(measured, "links between nodes").found) == bool(verdict)
+    assert (f"{NAMES[0]} - {NAMES[3]} at" in found(measured, "links between nodes").found) == bool(verdict)
 
 
 def test_rounds_that_there_was_no_time_for_are_said():

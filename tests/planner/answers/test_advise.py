@@ -92,7 +92,7 @@ def test_a_question_that_cannot_be_answered_is_refused(change, says):
 @pytest.mark.parametrize(
     ("text", "says"),
     [("h100", None), ("h100:8x2", None), ("h100:64", None), ("h100:axb", "h100:8x16"), ("h1000:8", "nearest"), ("t4:4x2,net=fast", "network"),
-     ("a10:8x2", "net=100G"), ("h100:0x2", "at least one"), ("h100:8x2,fuel=3", "net="), ("h100:8,price=cheap", "number")],
+     ("a10:8x2", "net=100G"), ("h100:0x2", "at least one"), ("h100:8x2,fuel=3", "net="), ("h100:8,price=cheap", "a price per GPU")],
 )  # fmt: skip
 def test_a_cluster_is_read_or_refused_in_one_message(text, says):
     if says is None:
