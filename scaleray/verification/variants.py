@@ -174,7 +174,10 @@ class _Group:
             if not self.failures.is_shared():
                 raise  # the others are in a collective, which ends with this process's part in it
             self.runs.leave_groups()  # a message of the failed training may still be under way in them
-            if isinstance(exc, UsageError) and not any(p.has_begun for p in probes):  # the workload is refused
+            # the workload is refused, or the layout, which the model may do with its first rows
+            if isinstance(exc, UsageError) and (
+                exc.what.startswith("parallel.") or not any(probe.has_begun for probe in probes)
+            ):
                 return dataclasses.replace(outcome, verdict="refused", words=" ".join(str(exc).split()))
             before = on_first(self.place, lambda: self._before_failure(variant, key, guarantee, probes))
             mismatch = mismatch_of(*before) if before is not None else failure(exc, variant, probes)

@@ -8,6 +8,7 @@ from small_transformer import SmallTransformer
 from torch import nn
 from verified import judge, knows_who_trains, many
 
+from scaleray.errors import WorkloadError
 from scaleray.strategies import tensor
 from scaleray.strategies.pipeline.parts import Parts
 
@@ -51,6 +52,25 @@ class Pools(Classify):
 def test_a_model_that_cannot_be_cut_is_refused_and_no_mismatch(gloo):
     outcome = gloo.run(2, judge, Pools(), {"strategy.name": "pipeline"})[0]
     assert outcome.verdict == "refused" and "not a chain of its blocks" in outcome.words
+
+
+class Refuses(Classify):
+    """Refuses its layout with the first rows, as attention does with the number of its heads."""
+
+    def loss(self, model, batch):
+        if many():
+            raise WorkloadError("parallel.context", 4, "by heads it must divide the 2 query heads of a worker")
+        return super().loss(model, batch)
+
+
+def judge_refusing(place):
+    with knows_who_trains():
+        return judge(place, Refuses(), {"strategy.name": "ddp"})
+
+
+def test_a_layout_that_the_model_refuses_with_the_first_rows_is_no_mismatch(gloo):
+    outcome = gloo.run(2, judge_refusing)[0]
+    assert outcome.verdict == "refused" and outcome.words.startswith("parallel.context is 4: by heads"), outcome
 
 
 def judge_with_forgotten_tie(place, flags):
