@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the page beside this file
 
@@ -201,13 +202,14 @@ def layouts_page() -> str:
         "",
         NOTE,
         "",
-        f"Largest relative distance to one process in float64, over {found['steps']} steps with an epoch's end, a resume from one process,",
-        "clipping and evaluations, with the given numbers of micro-batches in each worker's step, with sequences of 16 tokens. Two cores",
+        "Largest relative distance to one process in float64, with an epoch's end, a resume from one process, clipping and evaluations,",
+        "with the given numbers of micro-batches in each worker's step. Two cores",
         f"([figures and whole commands](../{path.relative_to(FOLDER.parent)})); the last column has the number of the command:",
         "",
     ]
     lines += [
-        f"{number}. {run['date']}: `{run['command'].partition(' --workload.')[0]}`{run['note'] and ', '}{run['note']}"
+        f"{number}. {run['date']}: `{run['command'].partition(' --workload.')[0]}`{run['note'] and ', '}{run['note']}: "
+        f"{run['steps']} steps, sequences of {run['tokens']} tokens"
         for number, run in enumerate(found["runs"], 1)
     ]
     lines += [
@@ -216,8 +218,13 @@ def layouts_page() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     refused = []
-    outcomes = [(one, number) for number, run in enumerate(found["runs"], 1) for one in run["outcomes"]]
-    for one, number in sorted(outcomes, key=lambda pair: pair[0]["world_size"]):
+    best: dict[tuple[str, int, int], tuple[dict[str, Any], int]] = {}
+    for number, run in enumerate(found["runs"], 1):
+        for one in run["outcomes"]:  # the first command that did not refuse a layout counts
+            key = one["layout"] or one["strategy"], one["world_size"], one["accumulation"]
+            if key not in best or best[key][0]["verdict"] == "refused" != one["verdict"]:
+                best[key] = one, number
+    for one, number in sorted(best.values(), key=lambda pair: pair[0]["world_size"]):
         layout = one["layout"] or one["strategy"]
         if one["verdict"] == "refused":
             refused.append(f"| {one['world_size']} | {layout} | {one['words']} |")
