@@ -93,11 +93,11 @@ def test_a_spike_between_two_looks_goes_to_terminal_mlflow_and_file(tmp_path, mo
         == [(a.name, a.state) for a in run.alerts.raised]
     )
     assert run.texts == [event.text for event in run.shown] and run.texts[0].startswith(
-        "alert loss_spike (warning): the loss is"
+        "alert loss_spike (warning): the loss was"
     )
     tags = next(told for told in run.told if isinstance(told, SetTags)).values
     assert (
-        tags["scaleray.alert.loss_spike"].startswith("firing: the loss is")
+        tags["scaleray.alert.loss_spike"].startswith("firing: the loss was")
         and "| loss_spike | warning |" in tags["mlflow.note.content"]
     )
     run.looks(14)
@@ -204,7 +204,7 @@ def test_links_are_measured_while_they_are_slow_and_the_pair_is_named_by_an_aler
     ], "once in ten minutes"
     run.figures[live.SLOWEST_LINK, None] = {"source": "1", "to": "2"}, 0.1
     run.looks()
-    assert run.written[-1].summary == "the link from rank 1 to rank 2 carries 10 % of the rate of the others"
+    assert run.written[-1].summary == "the link from rank 1 to rank 2 runs at 10 % of the rate of the others"
 
 
 def test_an_idle_gpu_is_found_by_what_its_node_says(tmp_path, monkeypatch):
@@ -252,7 +252,7 @@ def test_a_webhook_gets_alertmanagers_body_and_the_end_of_the_run(tmp_path, monk
             "rule": "disk_nearly_full",
         }
     )
-    assert alert["annotations"]["summary"].startswith("1 % of the disk") and alert["annotations"]["what_to_do"]
+    assert alert["annotations"]["summary"].startswith("only 1 % of the disk") and alert["annotations"]["what_to_do"]
     assert alert["startsAt"] == "1970-01-01T00:16:45.000Z" and alert["endsAt"] == "0001-01-01T00:00:00Z"
     assert (
         second["alerts"][0]["fingerprint"] == alert["fingerprint"] and second["alerts"][0]["endsAt"] > alert["startsAt"]

@@ -95,7 +95,7 @@ class Twice(nn.Module):
     [
         (lambda m: [m.outer, m.outer[0]], "block within a block"),
         (lambda m: [m.outer[0], m.outer[0]], "same module twice"),
-        (lambda m: [m.outer[1], m.outer[0]], "another order"),
+        (lambda m: [m.outer[1], m.outer[0]], "in an order that differs"),
         (lambda m: [nn.Linear(2, 2)], "not parts of the model"),
     ],
 )
