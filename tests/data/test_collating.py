@@ -181,7 +181,7 @@ def test_what_cannot_be_made_ahead_is_made_in_turn_and_said_with_its_line(worklo
 
 def test_a_collate_that_is_not_repeatable_is_refused_where_bits_are_promised():
     with pytest.raises(
-        DataError, match=r"as deterministic requires: collate\(\) at .*test_collating.py:\d+ returns different"
+        DataError, match=r"which deterministic requires: collate\(\) at .*test_collating.py:\d+ returns different"
     ):
         make_job(Unrepeatable(), {"deterministic": True})
     make_job(Drawing(), {"deterministic": True})  # those generators are in checkpoints

@@ -123,7 +123,7 @@ def test_an_iterator_and_a_stream_that_ends_early_are_refused():
     stream = Stream()
     source = as_source(stream, split="train")
     stream.rows = rows(20)
-    with pytest.raises(DataError, match="with 20 rows in epoch 1: there were 26 at the start"):
+    with pytest.raises(DataError, match="with 20 rows in epoch 1: it had 26 at the start"):
         bits(source, shuffle=False)
 
 

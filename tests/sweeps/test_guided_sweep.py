@@ -161,7 +161,7 @@ def test_an_interrupted_search_goes_on_with_the_trial_that_it_would_have_run():
     ("flags", "options", "words"),
     [
         ({}, {}, "fastest way to a target"),
-        (TARGET, {"scheduler": "asha"}, "stopped early"),
+        (TARGET, {"scheduler": "asha"}, "stop early"),
         (TARGET, {"search": "optuna", "trials": 3}, "among the trials of a grid"),
         (TARGET, {"guided_share": 0.0}, "above 0"),
         (TARGET, {"learning_rates": "1e-3..1e-2"}, "no grid"),

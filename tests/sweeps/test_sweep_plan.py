@@ -318,7 +318,7 @@ def test_a_search_without_optuna_says_how_to_get_it(monkeypatch):
     from scaleray.sweeps.optuna_search import import_optuna
 
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ConfigError, match=r"scaleray\[search\]"):
+    with pytest.raises(ConfigError, match=r"pip install .*\[search\]"):
         import_optuna()
 
 
