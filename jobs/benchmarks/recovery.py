@@ -148,6 +148,7 @@ def main() -> None:
     earlier = [json.loads(file.read_text()) for file in given.earlier]
     size = Size(
         **{name: getattr(given, name) for name in ("steps", "ranks", "strategy", "width")},
+        rows=min(32, 960 // given.ranks),  # of 1,000 in all
         pause_s=given.pause,
         spares=1,
         silent_s=10.0,

@@ -264,6 +264,7 @@ def _job(size: Size, workload: Network) -> tuple[TrainJob, dict[str, Any]]:
     settings = {
         "workload.name": "members:Network",
         "batch.global_size": size.rows * size.ranks,
+        "batch.drop_last": size.ranks > 8,  # BatchNorm needs two rows on each worker
         "optimizer.learning_rate": 1e-3,
         "stop.after": f"{size.steps} steps",
         "scale.workers": size.ranks,
