@@ -73,6 +73,7 @@ def spawn_recorder(description: RunDescription, *, publishes: bool = False) -> A
         num_cpus=0,
         scheduling_strategy=here,
         max_concurrency=8,
+        enable_task_events=False,  # for each call Ray's control store would keep a record, up to 100,000 of them
         namespace=NAMESPACE,
         # two runs may have one name, and a lost recorder's is taken for a moment
         name=f"{NAMES}{description.run_name}-{secrets.token_hex(4)}",
