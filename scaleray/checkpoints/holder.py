@@ -45,7 +45,7 @@ class Holder:
         self._files: dict[str, _File] = {}
         self._reserved: dict[str, int] = {}
         self._free: list[bytearray] = []
-        """Buffers of removed files, for later ones: the system takes as long to give new memory as to fill it."""
+        """Buffers of removed files, reused so that the system need not clear new memory for each file."""
         self._lock = threading.Lock()
         settings = {"address_family": family_of(host), "daemon_threads": True, "allow_reuse_address": True}
         server = type("Server", (socketserver.ThreadingTCPServer,), settings)
