@@ -249,7 +249,7 @@ def test_a_verification_on_ray_leaves_its_certificate_in_mlflow(ray_session, tmp
     assert [(o.strategy, o.world_size, o.verdict) for o in certificate.outcomes] == [("ddp", 2, "equal")]
     assert certificate.outcomes[0].comparison.largest < 1e-13
     assert [one["device"] for one in certificate.outcomes[0].workers] == ["cpu"]
-    assert any("0.25 CPU each" in line for line in said)
+    assert any("each worker requests 0.25 CPU" in line for line in said)
 
     client = MlflowClient(certificate.tracking_uri)
     run = client.get_run(certificate.run_id)
