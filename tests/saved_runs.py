@@ -32,7 +32,7 @@ def save(saver, step, tensors, *, metrics=None, evaluated_at=None):
     """One checkpoint, written when this returns. metrics: of its own step, or of `evaluated_at`."""
     named = {f"model.{name}": tensor for name, tensor in tensors.items()}
     facts = {"metrics": metrics or {}, "evaluated_at": step if evaluated_at is None else evaluated_at}
-    saver.save(step, named, volatile=set(), values={"progress": {"step": step}}, facts=facts)
+    saver.save(step, named, volatile=set(), values=lambda gather: {"progress": {"step": step}}, facts=facts)
     saver.wait()
 
 

@@ -1,11 +1,15 @@
 """A holder stores checkpoint files in the memory of a process that does not train, for clients in other processes.
 
-For each request a client sends a line of JSON, followed by the bytes of a file. The answer has the same form."""
+For each request a client sends a line of JSON, followed by the bytes of a file. The answer has the same form. A client
+on the same node may write a file to the holder's memory itself, which takes less CPU."""
 
 from __future__ import annotations
 
 import hmac
 import json
+import mmap
+import os
+import secrets
 import socket
 import socketserver
 import threading
@@ -19,6 +23,8 @@ from scaleray.common.memory_limits import free_memory
 LONGEST_LINE = 2**16
 PUT, GET, LIST, DELETE, DROP, RESERVE = "put", "get", "list", "delete", "drop", "reserve"
 """Requests: store a file, fetch a part of a file, list a folder, remove a file, remove a folder, reserve memory."""
+OPEN, FINISH = "open", "finish"
+"""Requests of a client on the same node: memory for a file, which the client then writes; store that file."""
 MISSING = "missing"
 """Kind of error for a file that the holder does not have."""
 REUSED_FROM = 2**20
@@ -27,9 +33,36 @@ LEFT_FREE = 0.1
 """Share of the free memory that copies never use."""
 
 
+class SharedMemory(mmap.mmap):
+    """Memory of this process that other processes of the same user on this node can open at `path`, where `target` is
+    the name of its file. Linux only."""
+
+    path: str
+    target: str
+    _descriptor: int
+
+    def __new__(cls, length: int) -> SharedMemory:
+        """Allocate zeroed memory."""
+        name = f"scaleray-{secrets.token_hex(8)}"
+        descriptor = os.memfd_create(name)
+        try:
+            os.ftruncate(descriptor, length)
+            self = super().__new__(cls, descriptor, length)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self.path, self.target = f"/proc/{os.getpid()}/fd/{descriptor}", f"/memfd:{name} (deleted)"
+        self._descriptor = descriptor
+        return self
+
+    def __del__(self) -> None:
+        """Close the file, which `path` refers to."""
+        os.close(self._descriptor)
+
+
 @dataclass
 class _File:
-    content: bytearray
+    content: bytearray | SharedMemory
     is_read: bool = False
     changed_at: float = field(default_factory=time.time)
 
@@ -44,7 +77,9 @@ class Holder:
         self.token, self.asked_at = token, time.monotonic()
         self._files: dict[str, _File] = {}
         self._reserved: dict[str, int] = {}
-        self._free: list[bytearray] = []
+        self._written: dict[str, bytearray | SharedMemory] = {}
+        """Memory of files that clients are writing."""
+        self._free: list[bytearray | SharedMemory] = []
         """Buffers of removed files, reused so that the system need not clear new memory for each file."""
         self._lock = threading.Lock()
         settings = {"address_family": family_of(host), "daemon_threads": True, "allow_reuse_address": True}
@@ -69,7 +104,16 @@ class Holder:
         that follow the request."""
         self.asked_at, kind, name = time.monotonic(), request["kind"], request.get("name", "")
         if kind == PUT:
-            return self._put(name, request["length"], read_into), b""
+            answer = self._open(name, request["length"])
+            if "error" not in answer:
+                read_into(memoryview(self._written[name]))
+                self._finish(name)
+            return answer, b""
+        if kind == OPEN:
+            return self._open(name, request["length"]), b""
+        if kind == FINISH:
+            self._finish(name)
+            return {}, b""
         if kind == GET:
             with self._lock:
                 file = self._files.get(name)
@@ -90,9 +134,16 @@ class Holder:
                 self._remove(each)
             return {}, b""
 
-    def _put(self, name: str, length: int, read_into: Callable[[memoryview], None]) -> dict[str, Any]:
+    def give_up(self, name: str) -> None:
+        """Forget a file whose client has gone before it was complete."""
         with self._lock:
-            held = sum(len(file.content) for known, file in self._files.items() if known != name)
+            self._written.pop(name, None)  # not reused, as that client may still write to it
+
+    def _open(self, name: str, length: int) -> dict[str, Any]:
+        """Allocate memory for a file that a client writes. Returns how a process on this node opens it, if it can."""
+        with self._lock:
+            contents = {**{known: file.content for known, file in self._files.items()}, **self._written}
+            held = sum(len(content) for known, content in contents.items() if known != name)
             limit = sum(self._reserved.values())
             if held + length > limit:
                 full = f"{held} of {limit} bytes are in use, {length} more are needed"
@@ -101,12 +152,18 @@ class Holder:
             content = self._free.pop(fitting) if fitting is not None else None
             if content is None and held + length + sum(map(len, self._free)) > limit:
                 self._free.clear()
-        content = bytearray(length) if content is None else content
-        read_into(memoryview(content))
+            if content is None:
+                is_shared = length >= REUSED_FROM and hasattr(os, "memfd_create")
+                content = SharedMemory(length) if is_shared else bytearray(length)
+            self._written[name] = content
+        return {"path": content.path, "target": content.target} if isinstance(content, SharedMemory) else {}
+
+    def _finish(self, name: str) -> None:
+        """Store a file that is complete. Raises KeyError if there is none with this name."""
         with self._lock:
+            content = self._written.pop(name)
             self._remove(name)
             self._files[name] = _File(content)
-        return {}
 
     def _remove(self, name: str) -> None:
         file = self._files.pop(name, None)
@@ -135,6 +192,7 @@ def _handler_of(holder: Holder) -> type[socketserver.StreamRequestHandler]:
         disable_nagle_algorithm = True
 
         def handle(self) -> None:
+            self.opened: set[str] = set()
             try:
                 hello = json.loads(self.rfile.readline(LONGEST_LINE))
                 if not hmac.compare_digest(str(hello.get("token", "")), holder.token):
@@ -142,13 +200,20 @@ def _handler_of(holder: Holder) -> type[socketserver.StreamRequestHandler]:
                 while line := self.rfile.readline(LONGEST_LINE):
                     request = json.loads(line)
                     self.left = request["length"] if request["kind"] == PUT else 0
+                    if request["kind"] in (PUT, OPEN):
+                        self.opened.add(request["name"])
                     answer, content = holder.answer(request, self._read_into)
                     self._skip()
+                    if request["kind"] in (PUT, FINISH):
+                        self.opened.discard(request["name"])
                     self.wfile.write(json.dumps(answer).encode() + b"\n")
                     if len(content):
                         self.wfile.write(content)
             except (OSError, ValueError, LookupError, TypeError, AttributeError):
                 pass  # the client has gone, or is none
+            finally:
+                for name in self.opened:
+                    holder.give_up(name)
 
         def _read_into(self, buffer: memoryview) -> None:
             filled = 0

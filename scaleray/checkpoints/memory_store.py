@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import socket
 import threading
 import time
@@ -19,7 +20,7 @@ import xxhash
 
 from scaleray.checkpoints.catalog import Catalog, Pruned
 from scaleray.checkpoints.damage import Damage
-from scaleray.checkpoints.holder import DELETE, DROP, GET, LIST, MISSING, PUT, RESERVE
+from scaleray.checkpoints.holder import DELETE, DROP, FINISH, GET, LIST, MISSING, OPEN, PUT, RESERVE
 from scaleray.checkpoints.manifest import FILE_NAME, Damaged, Incomplete, Manifest, step_of
 from scaleray.checkpoints.retention import Retention
 from scaleray.checkpoints.storage import PIECE_BYTES, Entry, Store
@@ -34,15 +35,17 @@ request."""
 
 @dataclass(frozen=True)
 class MemoryStore(Store):
-    """Files in a holder. root: `memory://HOST:PORT`. token: the holder's secret. Hashes are xxh3-128, which detects
-    damage; protection against changes comes from the secret."""
+    """Files in a holder. root: `memory://HOST:PORT`. token: the holder's secret. is_here: whether the holder is on this
+    node, so that files are written to its memory if the system allows it. Hashes are xxh3-128, which detects damage;
+    protection against changes comes from the secret."""
 
     token: str = field(default="", repr=False, compare=False)
+    is_here: bool = field(default=False, compare=False)
 
     @classmethod
-    def at(cls, host: str, port: int, token: str) -> MemoryStore:
+    def at(cls, host: str, port: int, token: str, *, is_here: bool = False) -> MemoryStore:
         """The files of the holder at this address."""
-        return cls(f"{SCHEME}{f'[{host}]' if ':' in host else host}:{port}", token)
+        return cls(f"{SCHEME}{f'[{host}]' if ':' in host else host}:{port}", token, is_here)
 
     @cached_property
     def _link(self) -> _Link:
@@ -50,7 +53,7 @@ class MemoryStore(Store):
         return _Link(host.strip("[]"), int(port), self.token)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"root": self.root, "token": self.token}
+        return {"root": self.root, "token": self.token, "is_here": self.is_here}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
@@ -68,8 +71,29 @@ class MemoryStore(Store):
         digest, length = xxhash.xxh3_128(), sum(map(len, views))
         for view in views if not known else ():
             digest.update(view)
-        self._ask(PUT, name=name, length=length, content=views)
+        if not (self.is_here and self._has_placed(name, views, length)):
+            self._ask(PUT, name=name, length=length, content=views)
         return known or digest.hexdigest(), length
+
+    def _has_placed(self, name: str, views: list[memoryview], length: int) -> bool:
+        """Write a file to the holder's memory. Returns False if the system does not allow it."""
+        answer = self._ask(OPEN, name=name, length=length)[0]
+        try:
+            descriptor = os.open(answer["path"], os.O_WRONLY)
+        except (KeyError, OSError):
+            return False
+        try:
+            if os.readlink(f"/proc/self/fd/{descriptor}") != answer["target"]:  # of another process, in a container
+                return False
+            position = 0
+            for view in views:
+                while view:
+                    count = os.pwrite(descriptor, view, position)
+                    position, view = position + count, view[count:]
+        finally:
+            os.close(descriptor)
+        self._ask(FINISH, name=name)
+        return True
 
     def read(self, name: str) -> bytes:
         """Content of a file. Raises FileNotFoundError or another OSError."""

@@ -30,6 +30,10 @@ from scaleray.records.run_record import CheckpointRecord, EventRecord
 NICENESS = 10  # Linux priority of a thread that writes during training
 
 
+Values = Callable[[Callable[[Any], list[Any]]], Mapping[str, Any]]
+"""Non-tensor state as JSON, given a collective function that returns the values of all ranks for this rank's value."""
+
+
 class NotPublished(Exception):
     """Error raised after all files are written, but perhaps not the manifest: it is unknown whether the checkpoint
     exists."""
@@ -43,7 +47,7 @@ class _Held:
     tensors: dict[str, torch.Tensor]
     versions: dict[str, int]
     """Version counter of each tensor when it was passed."""
-    values: dict[str, Any]
+    values: Values
     facts: dict[str, Any]
 
     def changed(self) -> str | None:
@@ -108,13 +112,12 @@ class Saver:
         tensors: Mapping[str, torch.Tensor],
         *,
         volatile: set[str],
-        values: Mapping[str, Any],
+        values: Values,
         facts: Mapping[str, Any],
     ) -> None:
         """Start the checkpoint after `step` steps. Collective, in a thread.
 
-        volatile: names of tensors that a forward pass may change.
-        values: non-tensor state as JSON, already copied."""
+        volatile: names of tensors that a forward pass may change. values: called in that thread."""
         started = time.perf_counter()
         self.wait()
         self.stall_s = 0.0
@@ -122,7 +125,7 @@ class Saver:
         self._staging.begin(_local(tensor) for tensor in kept.values())
         versions = {name: _version(tensor) for name, tensor in kept.items()}
         self._is_staged.clear()
-        held = _Held(step, kept, versions, dict(values), dict(facts))
+        held = _Held(step, kept, versions, values, dict(facts))
         self._thread = threading.Thread(target=self._write, args=(held,), name="scaleray-checkpoint", daemon=True)
         self._thread.start()
         if not self.is_asynchronous:
@@ -176,7 +179,7 @@ class Saver:
         problems: list[str] = []
 
         def publish(saved: dict[str, Tensor], new: dict[str, StoredFile], of_ranks: list[str]) -> None:
-            manifest = self._manifest(held, saved, new, since_full)
+            manifest = self._manifest(held, values, saved, new, since_full)
             try:
                 problems.extend([*of_ranks, *self.catalog.publish(manifest)])
             except OSError as exc:
@@ -192,6 +195,7 @@ class Saver:
             publish=publish,
         )
         try:
+            values = held.values(self._gathered)
             if self._plan is None or not self._plan.save(held.tensors, writer, self.group):
                 sharded.save(held.tensors, writer, self.group)
                 self._plan = sharded.Repeated.of(held.tensors, writer) if self.repeats else None
@@ -218,7 +222,21 @@ class Saver:
             self.is_asynchronous = False  # from now on, training waits for the copy
             raise RuntimeError(f"{changed} was changed by a forward pass while it was copied")
 
-    def _manifest(self, held: _Held, saved: dict[str, Tensor], new: dict[str, StoredFile], since_full: int) -> Manifest:
+    def _gathered(self, value: Any) -> list[Any]:
+        everyone = [value]
+        if self.group is not None:
+            everyone *= dist.get_world_size(self.group)
+            dist.all_gather_object(everyone, value, group=self.group)
+        return everyone
+
+    def _manifest(
+        self,
+        held: _Held,
+        values: Mapping[str, Any],
+        saved: dict[str, Tensor],
+        new: dict[str, StoredFile],
+        since_full: int,
+    ) -> Manifest:
         """Return the manifest of a checkpoint whose tensors `saved` are in the files `new` and in older ones."""
         used = {chunk.file for tensor in saved.values() for chunk in tensor.chunks}
         files = {name: stored for name, stored in {**self._base_files, **new}.items() if name in used}
@@ -228,7 +246,7 @@ class Saver:
             self.strategy,
             time.time(),
             saved,
-            held.values,
+            dict(values),
             files,
             {**held.facts, **self.before_publishing()},
             chain=since_full if used - new.keys() else 0,

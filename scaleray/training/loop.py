@@ -400,10 +400,10 @@ class _Run:
     def _train_step(self, setup: Setup) -> OptimizerStep:
         saves, live = self.checkpointing, self.live
 
-        def shapes() -> tuple[float, ...]:
+        def signals() -> tuple[float, ...]:
             if live is not None:
                 live.after_forward(self.place, self.state.step + 1)
-            return self.fixed.signals()
+            return (*(saves.signals() if saves else ()), *self.callbacks.signals(), *self.fixed.signals())
 
         def before_update() -> None:
             if saves is not None:
@@ -419,8 +419,7 @@ class _Run:
             self.place,
             gives_tuples=self.job.splits[TRAIN].gives_tuples,
             probe=self.probe,
-            signals=lambda: (*(saves.signals() if saves else ()), *self.callbacks.signals()),
-            shapes=shapes,
+            signals=signals,
             before_update=before_update,
             enter=self.progress.enter,
             on_halved=lambda recipe: self._use(recipe, setup, was_halved=True),

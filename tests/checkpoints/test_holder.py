@@ -7,16 +7,18 @@ import hashlib
 import math
 import pickle
 import random
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from small_runs import Classify, RankContext, make_job
+from waiting import wait_until
 
 from scaleray.checkpoints import sharded
 from scaleray.checkpoints.catalog import Catalog, Pruned
-from scaleray.checkpoints.holder import Holder, _File
+from scaleray.checkpoints.holder import OPEN, Holder, SharedMemory, _File
 from scaleray.checkpoints.manifest import FILE_NAME, folder_name
 from scaleray.checkpoints.memory_store import Generations, MemoryStore, homes
 from scaleray.checkpoints.retention import Retention
@@ -44,6 +46,10 @@ def holder():
 
 def store_of(holder: Holder, secret: str = SECRET) -> MemoryStore:
     return MemoryStore.at("127.0.0.1", holder.port, secret)
+
+
+def here(holder: Holder) -> MemoryStore:
+    return MemoryStore.at("127.0.0.1", holder.port, SECRET, is_here=True)
 
 
 def test_a_holder_is_a_store_like_any_other(holder, tmp_path):
@@ -112,6 +118,47 @@ def test_the_buffer_of_a_removed_file_is_used_again_unless_it_was_read(holder):
     store.write("four", [b"5" * (2 * MIB)])  # the buffer of the first version of "three" makes room
     assert not holder._free
     assert store.read("three") == b"4" * MIB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory files exist on Linux only")
+def test_a_client_on_the_node_writes_into_the_holders_memory(holder):
+    store = here(holder)
+    store.reserve("a worker", 2 * MIB)
+    content = [b"1" * MIB, b"", b"23"]
+    stored = store.write("one", content)
+    assert isinstance(holder._files["one"].content, SharedMemory)
+    assert store.read("one") == b"".join(content) and store.digest("one") == stored
+    assert store.write("small", [b"4"])[1] == 1 and store.read("small") == b"4", "small files are sent"
+    with pytest.raises(OSError, match="is full"):
+        store.write("two", content)
+    assert not holder._written
+
+
+def test_a_file_is_sent_if_its_memory_cannot_be_opened_or_belongs_to_another_process(holder, monkeypatch):
+    store, answer = here(holder), holder.answer
+    store.reserve("a worker", 2 * MIB)
+    for change in ({"path": "/nowhere"}, {"target": "/memfd:of another (deleted)"}):
+
+        def other(request, read_into, change=change):
+            found, content = answer(request, read_into)
+            return (found | change if request["kind"] == OPEN else found), content
+
+        monkeypatch.setattr(holder, "answer", other)
+        store.write("one", [b"1" * MIB])
+        assert store.read("one") == b"1" * MIB
+        assert not holder._written
+
+
+def test_memory_of_a_client_that_is_lost_while_it_writes_is_free_again(holder):
+    lost, store = here(holder), here(holder)
+    lost.reserve("a worker", MIB)
+    lost._ask(OPEN, name="one", length=MIB)
+    with pytest.raises(OSError, match="is full"):
+        store.write("two", [b"2" * MIB])
+    lost._link._close()
+    wait_until(lambda: not holder._written, seconds=30)
+    store.write("two", [b"2" * MIB])
+    assert store.names() == ["two"]
 
 
 def test_a_file_is_hashed_once_for_all_stores_of_a_class(holder, tmp_path, monkeypatch):
@@ -237,8 +284,7 @@ def save(holders: list[Holder], steps: Sequence[int], facts: dict[str, Any] | No
         repeats=True,
     )
     for step in steps:
-        values = {"progress": {}}
-        saver.save(step, state_after(step), volatile=set(), values=values, facts=facts or {})
+        saver.save(step, state_after(step), volatile=set(), values=lambda gather: {"progress": {}}, facts=facts or {})
         saver.wait()
         assert saver.last_saved == step
 

@@ -112,7 +112,7 @@ def saved_steps(folder, width, *, asynchronous, steps):
         network(x).square().sum().backward()
         saver.wait_staged()
         optimizer.step()
-        saver.save(step, network.state_dict(), volatile=set(), values={}, facts={})
+        saver.save(step, network.state_dict(), volatile=set(), values=lambda gather: {}, facts={})
     saver.wait()
     return catalog
 
@@ -144,7 +144,7 @@ def test_the_optimizer_waits_until_its_tensors_are_copied(tmp_path):
     saver = make_saver(catalog_of(tmp_path), asynchronous=True)
     tensors = {f"t{i}": torch.zeros(10) for i in range(4)}
     with slow_staging():
-        saver.save(1, tensors, volatile=set(), values={}, facts={})
+        saver.save(1, tensors, volatile=set(), values=lambda gather: {}, facts={})
         saver.wait_staged()
         for tensor in tensors.values():
             tensor.add_(1.0)
@@ -158,12 +158,12 @@ def test_a_forward_pass_that_changes_a_parameter_is_noticed(tmp_path):
     saver = make_saver(catalog_of(tmp_path), asynchronous=True, messages=messages)
     tensors = {f"t{i}": torch.zeros(10) for i in range(4)}
     with slow_staging():
-        saver.save(1, tensors, volatile=set(), values={}, facts={})
+        saver.save(1, tensors, volatile=set(), values=lambda gather: {}, facts={})
         tensors["t2"].add_(1.0)  # as a normalisation in place does
         saver.wait()
     assert saver.catalog.newest() is None
     assert "t2 was changed by a forward pass" in messages[0].text
-    saver.save(2, tensors, volatile=set(), values={}, facts={})
+    saver.save(2, tensors, volatile=set(), values=lambda gather: {}, facts={})
     assert saver.catalog.read(2).step == 2, "from then on training waits for the copy"
 
 
@@ -171,7 +171,7 @@ def test_what_a_forward_pass_may_change_is_copied_at_once(tmp_path):
     saver = make_saver(catalog_of(tmp_path), asynchronous=True)
     buffer = torch.zeros(10)
     with slow_staging():
-        saver.save(1, {"buffer": buffer, "t": torch.ones(3)}, volatile={"buffer"}, values={}, facts={})
+        saver.save(1, {"buffer": buffer, "t": torch.ones(3)}, volatile={"buffer"}, values=lambda gather: {}, facts={})
         buffer.add_(1.0)
         saver.wait()
     assert float(read_all(saver.catalog, saver.catalog.read(1))["buffer"].sum()) == 0

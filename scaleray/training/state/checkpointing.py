@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -291,7 +292,8 @@ class Checkpointing:
         tensors, volatile, values = self.state.capture(is_saved=True)
         if self.memory is None or saver is not self.memory.saver or self.memory.has_room(tensors):
             facts = {**self.facts, **evaluation_facts(values[PROGRESS])}
-            saver.save(step, tensors, volatile=volatile, values=values, facts=facts)
+            combine = partial(self.state.combined, values)
+            saver.save(step, tensors, volatile=volatile, values=combine, facts=facts)
 
     @property
     def _savers(self) -> list[Saver]:

@@ -93,7 +93,11 @@ class LiveState:
         self, state: TrainState, job: TrainJob, step: int, signals: tuple[float, ...], *, is_complete: bool
     ) -> None:
         """Store the state after `step`: references to what only an update changes, and copies of everything else."""
-        tensors, volatile, values = state.capture(is_own=True)
+        tensors, volatile, own_values = state.capture()
+        # callbacks with a state are refused; other ranks' attributes are assumed to equal this rank's
+        place = state.place
+        is_partitioned = state.setup.parallel.is_partitioned
+        values = state.combined(own_values, place.gathered if is_partitioned else lambda own: [own] * place.world_size)
         self._tensors = {name: t.detach().clone() if name in volatile else t for name, t in tensors.items()}
         about = {name: Tensor(str(t.dtype)[6:], tuple(t.shape), ()) for name, t in tensors.items()}
         manifest = Manifest(step, state.place.world_size, job.recipe.strategy, time.time(), about, values, {})

@@ -79,7 +79,10 @@ class MemoryCopies:
         if not others:
             others = {e.node: e for e in place.gathered(holders.others() if place.rank == 0 else [])[0]}
         here = homes({node: own.domain for node, own in known.items()}, settings.copies)[holders.own.node]
-        stores = {each.node: MemoryStore.at(each.host, each.port, each.token) for each in {**others, **known}.values()}
+        stores = {
+            each.node: MemoryStore.at(each.host, each.port, each.token, is_here=each.node == holders.own.node)
+            for each in {**others, **known}.values()
+        }
         holders.known[:] = {**others, **known}.values()
         nearest = [*here, *(node for node in stores if node not in here)]
         self.homes = [stores[node] for node in here]

@@ -81,19 +81,16 @@ class TrainState:
     def __post_init__(self) -> None:
         object.__setattr__(self, "attributes", plain_attributes(self.setup.parallel.module))
 
-    def capture(self, *, is_saved: bool = False, is_own: bool = False) -> tuple[Tensors, set[str], dict[str, Values]]:
-        """(references to tensors, names of those that a forward pass may change, values by item as JSON). Collective.
-        is_saved: for a checkpoint, which holds the replicas' mean in addition to their differences. is_own: without
-        communication, for replicas whose callbacks have no state; the attributes of other ranks are assumed to equal
-        this rank's."""
+    def capture(self, *, is_saved: bool = False) -> tuple[Tensors, set[str], dict[str, Values]]:
+        """(references to tensors, names of those that a forward pass may change, this rank's values by item as JSON).
+        is_saved: for a checkpoint, which holds the replicas' mean in addition to their differences; collective then if
+        replicas differ."""
         module, parallel = self.setup.parallel.module, self.setup.parallel
         tensors, extra = model_state(module)
         optimizer_tensors, optimizer_values = optimizer_state(self.setup.optimizer, module)
         parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         volatile = {name for name in tensors if name.removeprefix(f"{MODEL}.") not in parameters}
         volatile |= {f"{MODEL}.{name}" for name in renormalised(module)}
-        if parallel.is_partitioned:
-            optimizer_values = self._merged(optimizer_values)
         tensors.update(optimizer_tensors)
         if parallel.replicas_differ:
             own = f"{REPLICA}.{parallel.replica}."
@@ -111,11 +108,9 @@ class TrainState:
         tensors.update({f"{RANDOM}.{self.place.rank}.{k}": v for k, v in random_state(self.place.device).items()})
         workload_tensors, workload_values = _state_of(self.workload, WORKLOAD)
         # every rank has callbacks, with a state of their own
-        callback_tensors, mine = _state_of(self.callbacks, f"{CALLBACKS}.{self.place.rank}")
-        callback_values = self._each_ranks(as_json(CALLBACKS, mine))
+        callback_tensors, callback_values = _state_of(self.callbacks, f"{CALLBACKS}.{self.place.rank}")
         tensors.update(workload_tensors | callback_tensors)
         volatile |= workload_tensors.keys() | callback_tensors.keys()
-        changed = changed_attributes(module, self.attributes)
         values = {
             MODEL: extra,
             OPTIMIZER: optimizer_values,
@@ -126,10 +121,26 @@ class TrainState:
             AVERAGING: {"num_updates": self.setup.averaging.num_updates},
             WORKLOAD: workload_values,
             CALLBACKS: callback_values,
-            ATTRIBUTES: [changed] * self.place.world_size if is_own else self.place.gathered(changed),
+            ATTRIBUTES: changed_attributes(module, self.attributes),
             **({STRATEGY: {DEGREES: self.place.mesh.text()}} if parallel.replicas_differ else {}),
         }
         return tensors, volatile, {item: as_json(item, value) for item, value in values.items()}
+
+    def combined(self, values: Mapping[str, Values], gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
+        """Values of the whole state on rank 0, from those that `capture` returns on each rank. gather: the values of
+        all ranks for this rank's value. Collective if `gather` is."""
+        items = [ATTRIBUTES, *([OPTIMIZER] if self.setup.parallel.is_partitioned else [])]
+        if self.callbacks is not None and self.callbacks.have_state:
+            items.append(CALLBACKS)
+        everyone = gather({item: values[item] for item in items})
+        combined = {item: [theirs[item] for theirs in everyone] for item in items}
+        callbacks = combined.get(CALLBACKS, [values[CALLBACKS]])
+        found: dict[str, Any] = dict(values)
+        found[ATTRIBUTES] = combined[ATTRIBUTES]
+        found[CALLBACKS] = {f"{rank}": theirs for rank, theirs in enumerate(callbacks)}
+        if OPTIMIZER in combined:
+            found[OPTIMIZER] = _merged(combined[OPTIMIZER])
+        return found
 
     def restore(self, manifest: Manifest, load: Callable[[Tensors], None]) -> None:
         """Restore a checkpoint in place. load: fills tensors by name, see `sharded.load`. Collective if `load` is.
@@ -201,18 +212,10 @@ class TrainState:
         else:  # other workers, other streams: new ones, which depend on the step so that no mask is drawn twice
             seed_everything(stream_seed(self.seed, "dropout", self.place.data_rank, manifest.step))
 
-    def _merged(self, values: Values) -> Values:
-        """Rank 0's optimizer values, with the parameters of all ranks in rank order. Collective."""
-        everyone = self.place.gathered(values)
-        groups = [dict(group) for group in everyone[0]["groups"]]
-        for number, group in enumerate(groups):
-            names = (name for theirs in everyone for name in theirs["groups"][number]["params"])
-            group["params"] = list(dict.fromkeys(names))
-        return {"groups": groups, "others": {k: v for theirs in everyone for k, v in theirs["others"].items()}}
-
     def digests(self) -> dict[str, str]:
         """Hash of each item on this rank, for finding the one that differs between two runs."""
-        tensors, _, values = self.capture()
+        tensors, _, own_values = self.capture()
+        values = self.combined(own_values, self.place.gathered)
         measured = {"training_time_s"}  # not computed
         noise = values[PROGRESS].get("noise_scale")
         if noise and noise["averages"]["is_biased"]:
@@ -239,11 +242,14 @@ class TrainState:
             return by_rank[self.place.rank]
         return common_attributes(by_rank)
 
-    def _each_ranks(self, values: Values) -> Values:
-        """The callbacks' values of every rank, by rank; only those of rank 0 if no callback has a state. Collective."""
-        have_state = self.callbacks is not None and self.callbacks.have_state
-        everyone = self.place.gathered(values) if have_state else [values]
-        return {f"{rank}": theirs for rank, theirs in enumerate(everyone)}
+
+def _merged(everyone: list[Values]) -> Values:
+    """Rank 0's optimizer values, with the parameters of all ranks in rank order."""
+    groups = [dict(group) for group in everyone[0]["groups"]]
+    for number, group in enumerate(groups):
+        names = (name for theirs in everyone for name in theirs["groups"][number]["params"])
+        group["params"] = list(dict.fromkeys(names))
+    return {"groups": groups, "others": {k: v for theirs in everyone for k, v in theirs["others"].items()}}
 
 
 def _state_of(owner: Any, item: str) -> tuple[Tensors, Values]:

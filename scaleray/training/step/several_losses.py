@@ -61,7 +61,6 @@ class SeveralLosses:
         *args: Any,
         probe: Probe | None = None,
         signals: Callable[[], tuple[float, ...]] = tuple,
-        shapes: Callable[[], tuple[float, ...]] = tuple,
         **options: Any,
     ) -> None:
         optimizer = setup.optimizer
@@ -80,7 +79,6 @@ class SeveralLosses:
                 *args,
                 probe=None if probe is None else _Part(probe, setup, ids, is_first=not self.steps),
                 signals=tuple if self.steps else signals,
-                shapes=tuple if self.steps else shapes,
                 **options,
             )
 
@@ -148,7 +146,7 @@ class SeveralLosses:
         first = next(iter(self.steps.values()))
         self.steps = {name: self.steps[name] for name in order}
         now = next(iter(self.steps.values()))
-        first.signals, first.shapes, now.signals, now.shapes = now.signals, now.shapes, first.signals, first.shapes
+        first.signals, now.signals = now.signals, first.signals
         if isinstance(first.probe, _Part) and isinstance(now.probe, _Part):
             first.probe.is_first, now.probe.is_first = False, True
 

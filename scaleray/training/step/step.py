@@ -111,10 +111,10 @@ class Probe(Protocol):
 class TrainStep:
     """Runs optimizer steps for one worker. `gives_tuples`: the loss receives the columns as a tuple.
 
-    signals: numbers of this rank that are summed over all ranks in each step. shapes: further such numbers, which are
-    read after the forward passes. before_update: called when the optimizer is about to change parameters. on_halved:
-    called with the recipe for smaller micro-batches after memory ran out. ahead: number of steps that may be launched
-    before the result of the first one is read; with 0, the host may read numbers from the device in between."""
+    signals: numbers of this rank, read after the forward passes, that are summed over all ranks in each step.
+    before_update: called when the optimizer is about to change parameters. on_halved: called with the recipe for
+    smaller micro-batches after memory ran out. ahead: number of steps that may be launched before the result of the
+    first one is read; with 0, the host may read numbers from the device in between."""
 
     def __init__(
         self,
@@ -127,7 +127,6 @@ class TrainStep:
         gives_tuples: bool,
         probe: Probe | None = None,
         signals: Callable[[], tuple[float, ...]] = tuple,
-        shapes: Callable[[], tuple[float, ...]] = tuple,
         before_update: Callable[[], None] = lambda: None,
         enter: Callable[[Phase], object] = lambda phase: None,
         on_halved: Callable[[Recipe], None] = lambda recipe: None,
@@ -137,7 +136,7 @@ class TrainStep:
         self.on_halved = on_halved
         self.back_off = BackOff(config, setup, place)
         self.gives_tuples, self.probe = gives_tuples, probe
-        self.signals, self.shapes, self.before_update, self.enter = signals, shapes, before_update, enter
+        self.signals, self.before_update, self.enter = signals, before_update, enter
         self.num_updates = 0  # steps taken; the loop says how many came before
         # learned from each step, a guess that saves a pass over the gradients
         self._count_per_row: Number = 1.0
@@ -197,10 +196,9 @@ class TrainStep:
         own_rows = max(1, batch.num_rows) if parallel.local_group is None else num_rows / self.place.mesh.replicate
         expected = self._count_per_row * (own_rows if is_local else num_rows)
         self._scale = ratio(parallel.local_divisor if is_local else parallel.gradient_divisor, expected)
-        signals = self.signals()
         buffers = self.back_off.buffers()
         while True:
-            self._totals: list[Number] = [0.0, 0.0, *signals]
+            self._totals: list[Number] = [0.0, 0.0]
             if self.noise is not None:
                 self.noise.begin(number, is_local=is_local)
             try:
@@ -280,8 +278,8 @@ class TrainStep:
         def sum_up() -> None:
             nonlocal pending, own_pending, own
             own = self._totals
-            # shapes after the forward passes, which may change them
-            self._totals = [*(own[:2] if parallel.counts_loss else [0.0, 0.0]), *own[2:], *self.shapes()]
+            # signals after the forward passes, which may change the shapes of buffers
+            self._totals = [*(own if parallel.counts_loss else [0.0, 0.0]), *self.signals()]
             if group is not None:
                 own_pending = self._begin_sum(self._totals[:2], group)
             if synchronises and self.place.world_size > 1:

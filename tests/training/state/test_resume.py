@@ -215,7 +215,7 @@ STEP_SAVED = {"_count_per_row", "num_updates", "_nonfinite", "noise"}
 STEP_STATELESS = {
     "_has_ended", "_ends",  # a training that has ended saves no more
     "_apply", "_reads",
-    "workload", "setup", "config", "recipe", "place", "gives_tuples", "probe", "signals", "before_update", "enter", "shapes",
+    "workload", "setup", "config", "recipe", "place", "gives_tuples", "probe", "signals", "before_update", "enter",
     "_scale", "_totals", "back_off", "on_halved",
     "_whole",  # of a loss over the whole batch: begun with each step
 }  # fmt: skip
