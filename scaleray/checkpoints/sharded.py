@@ -8,7 +8,7 @@ contains the metadata."""
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,16 +166,16 @@ class ShardWriter(StorageWriter):
 
 
 class ShardReader(StorageReader):
-    """Reads the parts of a checkpoint that DCP requests, comparing each with its digest."""
+    """Reads the parts of a checkpoint's tensors `names` that DCP requests, comparing each with its digest."""
 
-    def __init__(self, stores: list[Store], manifest: Manifest) -> None:
-        self.stores, self.manifest = stores, manifest
+    def __init__(self, stores: list[Store], manifest: Manifest, names: Container[str]) -> None:
+        self.stores, self.manifest, self.names = stores, manifest, names
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Do nothing, since a reader is used for one checkpoint; part of DCP's interface."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the manifest as DCP's metadata."""
+        """Return what the manifest says about the tensors as DCP's metadata."""
         return Metadata(
             {
                 name: TensorStorageMetadata(
@@ -184,6 +184,7 @@ class ShardReader(StorageReader):
                     [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks],
                 )
                 for name, tensor in self.manifest.tensors.items()
+                if name in self.names
             }
         )
 
@@ -284,15 +285,22 @@ def load(
 ) -> None:
     """Load the tensors of a flat state dict in place, resharding as needed; values are cast to their dtype.
 
-    stores: possible locations of the files, of which the first with intact bytes is used. Collective over `group`: all
-    ranks raise Incomplete if one of them cannot find its bytes. If it is None, this rank reads what it needs, sharded
-    or not, without communication."""
-    reader, planner = ShardReader(stores, manifest), DefaultLoadPlanner(flatten_state_dict=False)
+    stores: possible locations of the files, of which the first with intact bytes is used. Each rank reads what it
+    needs, sharded or not, without DCP's communication, since each has the manifest. Collective over `group`, if it is
+    given: all ranks raise the error of the first one that cannot find its bytes, such as Incomplete."""
+    reader, planner = ShardReader(stores, manifest, tensors.keys()), DefaultLoadPlanner(flatten_state_dict=False)
+    error: BaseException | None = None
     try:
-        dcp.load(tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
+        dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
     except dcp.CheckpointException as exc:
         found = next((e for e in (wrapped[0] for wrapped in exc.failures.values()) if isinstance(e, Incomplete)), None)
-        raise found or exc from exc
+        error = found or exc
+    everyone: list[BaseException | None] = [error]
+    if group is not None:
+        everyone *= dist.get_world_size(group)
+        dist.all_gather_object(everyone, error, group=group)
+    if (first := next(filter(None, everyone), None)) is not None:
+        raise first
 
 
 def _chunk(manifest: Manifest, index: MetadataIndex) -> Chunk:

@@ -131,14 +131,16 @@ class Checkpointing:
         if self.live is not None and (manifest := self.live.share(self.place)) is not None:
             self.resumed_from, self.job = manifest, self.job.continued(manifest.values[PROGRESS])
             return manifest.step
-        held: list[Manifest] = self._agreed(self.memory.found) if self.memory is not None else []
-        stored: list[int] = self._agreed(self.catalog.steps)
-        in_order = sorted(
-            [(m.step, m.created_at, m) for m in held] + [(step, 0.0, None) for step in stored], key=_newest
-        )
-        for step, _, manifest in in_order:
-            catalog = self.catalog if manifest is None or self.memory is None else self.memory.generations
-            manifest = self._read(step) if manifest is None else manifest
+        held: list[Manifest] = []  # on rank 0
+
+        def candidates() -> list[tuple[int, float, int | None]]:
+            held.extend(self.memory.found() if self.memory is not None else [])
+            in_memory = [(m.step, m.created_at, number) for number, m in enumerate(held)]
+            return [*in_memory, *((step, 0.0, None) for step in self.catalog.steps())]
+
+        for step, _, number in sorted(self._agreed(candidates), key=_newest):
+            catalog = self.catalog if number is None or self.memory is None else self.memory.generations
+            manifest = self._read(step) if number is None else self._agreed(partial(held.__getitem__, number))
             if manifest is None:
                 continue
             names = sorted(manifest.files)[self.place.rank :: self.place.world_size]
@@ -381,7 +383,7 @@ def _new_group(place: RankContext) -> dist.ProcessGroup | None:
     return dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if place.world_size > 1 else None
 
 
-def _newest(candidate: tuple[int, float, Manifest | None]) -> tuple[float, float]:
+def _newest(candidate: tuple[int, float, int | None]) -> tuple[float, float]:
     """Sort key that puts the newest first, and memory before storage."""
     return (-candidate[0], -candidate[1])
 

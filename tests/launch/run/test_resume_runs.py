@@ -338,7 +338,7 @@ def test_a_password_lands_in_no_file(tmp_path, monkeypatch):
     assert [path for path, content in files.items() if b"hunter2" in content] == []
     modes = {name: stat.S_IMODE((folder / name).stat().st_mode) for name in ("run.json", "record.json", "config.yaml")}
     assert set(modes.values()) == {0o600}, modes
-    with pytest.raises(TrackingError, match="the saved value lacks its password"):
+    with pytest.raises(TrackingError, match="was saved without its password"):
         scaleray.train(None, Stumbling(stumbles=False), resume=str(folder), local=True)
     again = config(tmp_path, **{"tracking.uri": uri})
     record = scaleray.train(again, Stumbling(stumbles=False), resume=str(folder), local=True)

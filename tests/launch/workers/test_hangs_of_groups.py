@@ -96,7 +96,7 @@ def take_part(rank, meeting):
 def test_a_trial_of_a_sweep_names_the_rank_that_did_not_come(tmp_path):
     owned = OwnedStore(gloo.HOST)
     store = open_store(owned.place)  # the server
-    meeting = trial_workers.Meeting(owned.place, "trial 1", "gloo", TIMEOUT_S, True, (str(tmp_path), "trial-1"))
+    meeting = trial_workers.Rendezvous(owned.place, "trial 1", "gloo", TIMEOUT_S, True, (str(tmp_path), "trial-1"))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     ranks = [context.Process(target=take_part, args=(rank, meeting), daemon=True) for rank in range(2)]
