@@ -195,7 +195,7 @@ class Saver:
             publish=publish,
         )
         try:
-            values = held.values(self._gathered)
+            values = held.values(lambda value: sharded.gathered(value, self.group))
             if self._plan is None or not self._plan.save(held.tensors, writer, self.group):
                 sharded.save(held.tensors, writer, self.group)
                 self._plan = sharded.Repeated.of(held.tensors, writer) if self.repeats else None
@@ -221,13 +221,6 @@ class Saver:
         if changed is not None:
             self.is_asynchronous = False  # from now on, training waits for the copy
             raise RuntimeError(f"{changed} was changed by a forward pass while it was copied")
-
-    def _gathered(self, value: Any) -> list[Any]:
-        everyone = [value]
-        if self.group is not None:
-            everyone *= dist.get_world_size(self.group)
-            dist.all_gather_object(everyone, value, group=self.group)
-        return everyone
 
     def _manifest(
         self,

@@ -252,28 +252,38 @@ class Repeated:
         """Save as `save` does. Returns False, without writing anything, if a rank has other tensors than before.
         Collective. Raises the error of a rank on this rank and on rank 0."""
         writer.rank = 0 if group is None else dist.get_rank(group)
-        outcome: Any = None
-        if self.layout == _layout(tensors):
+        is_same, error, results = self.layout == _layout(tensors), None, []
+        if is_same:
             planner = DefaultSavePlanner(flatten_state_dict=False)
             planner.set_up_planner(tensors, is_coordinator=writer.rank == 0)
             try:
-                outcome = writer.write_data(self.plan, planner).value()
+                results = writer.write_data(self.plan, planner).value()
             except Exception as exc:
-                outcome = exc
-        everyone: list[Any] = [outcome]
-        if group is not None:
-            everyone = [None] * dist.get_world_size(group)
-            dist.all_gather_object(everyone, outcome, group=group)
-        if any(each is None for each in everyone):
+                error = exc
+        everyone = gathered((is_same, error), group)
+        if not all(same for same, _ in everyone):
             writer.discard()
             return False
-        failed = [each for each in everyone if isinstance(each, Exception)]
+        failed = [each for _, each in everyone if each is not None]
         if failed:
-            raise outcome if isinstance(outcome, Exception) else failed[0]
+            raise error or failed[0]
+        of_ranks: list[Any] = [results]
+        if group is not None:  # to rank 0 alone, as many ranks have many results
+            of_ranks *= dist.get_world_size(group)
+            dist.gather_object(results, of_ranks if writer.rank == 0 else None, group=group, group_dst=0)
         if writer.rank == 0:
             assert self.metadata is not None
-            writer.finish(self.metadata, everyone)
+            writer.finish(self.metadata, of_ranks)
         return True
+
+
+def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Values of all ranks of a group; of this process without one. Collective."""
+    if group is None:
+        return [value]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
 
 
 def _layout(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
@@ -295,11 +305,7 @@ def load(
     except dcp.CheckpointException as exc:
         found = next((e for e in (wrapped[0] for wrapped in exc.failures.values()) if isinstance(e, Incomplete)), None)
         error = found or exc
-    everyone: list[BaseException | None] = [error]
-    if group is not None:
-        everyone *= dist.get_world_size(group)
-        dist.all_gather_object(everyone, error, group=group)
-    if (first := next(filter(None, everyone), None)) is not None:
+    if (first := next(filter(None, gathered(error, group)), None)) is not None:
         raise first
 
 

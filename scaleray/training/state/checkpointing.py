@@ -146,7 +146,7 @@ class Checkpointing:
             names = sorted(manifest.files)[self.place.rank :: self.place.world_size]
             mine = catalog.check(manifest, names)
             mine += catalog.check_manifest(manifest) if self.place.rank == 0 and catalog is self.catalog else []
-            damages = [damage for found in self._gathered(mine) for damage in found]
+            damages = [damage for found in sharded.gathered(mine, self.group) for damage in found]
             for damage in damages:
                 self._say(_told(damage, step))
             unreadable = next((d for d in damages if d.is_lost and d.is_unreadable), None)
@@ -365,13 +365,6 @@ class Checkpointing:
         if isinstance(box[0], ScaleRayError):
             raise box[0]
         return box[0]
-
-    def _gathered(self, mine: Any) -> list[Any]:
-        if self.group is None:
-            return [mine]
-        everyone: list[Any] = [None] * self.place.world_size
-        dist.all_gather_object(everyone, mine, group=self.group)
-        return everyone
 
     def _say(self, text: str) -> None:
         if self.place.rank == 0:
