@@ -271,7 +271,7 @@ def _job(size: Size, workload: Network) -> tuple[TrainJob, dict[str, Any]]:
         "scale.gpus_per_worker": 0,
         "scale.collective_timeout_s": size.timeout_s,
         "strategy.name": size.strategy,
-        "checkpoint.memory.every": "1 step" if size.holders else None,
+        **({"checkpoint.memory.every": "1 step"} if size.holders else {}),
         "deterministic": True,
         "tracking.system_metrics": False,
         "checkpoint.every_minutes": None,
