@@ -5,6 +5,7 @@ raylet."""
 
 import contextlib
 import logging
+import math
 import os
 import shlex
 import shutil
@@ -71,14 +72,14 @@ def start(config: RunConfig, environment: Mapping[str, str]) -> None:
         "RAY_GCS_SERVER_PORT": str(port),
         **lean_node.NOT_PRESTARTED,
     }
-    cores = psutil.cpu_count() or 1
+    cores, spares = psutil.cpu_count() or 1, math.ceil(config.recovery.spares * config.scale.cpus_per_worker)
     node = lean_node.nodes(template=_template, has_dashboard=has_dashboard, has_autoscaler=False)
     interpreter = mock.patch.object(sys, "executable", plain_executable())  # Ray's processes are started with it
     with lean_node.variables(during_start), node, loopback.staying_local(), interpreter:
         ray.init(
             address="local",
-            # input tasks are counted beside the cores: they are light, and must never wait for training to end
-            num_cpus=cores + int(config.data.reserved_cpus),
+            # input tasks must never wait for training to end, and spares take no time until they replace a worker
+            num_cpus=cores + int(config.data.reserved_cpus) + spares,
             include_dashboard=has_dashboard,
             logging_level=logging.ERROR,
             _temp_dir=ray_folder(),

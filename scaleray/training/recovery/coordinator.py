@@ -23,9 +23,9 @@ from scaleray.training.setup.stores import OwnedStore, StorePlace, open_store
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-HELLO, READY, LOST, BEAT, RANDOM, DONE = "hello", "ready", "lost", "beat", "random", "done"
+HELLO, READY, LOST, BEAT, RANDOM, DONE, FAILED = "hello", "ready", "lost", "beat", "random", "done", "failed"
 """Messages from a worker: its facts; it is waiting for a group; its group is broken; it is alive; its random state in a
-step; it has trained to the end."""
+step; it has trained to the end; it ends with an error of its own."""
 GROUP, BROKEN, OVER, KEPT = "group", "broken", "over", "kept"
 """Messages to a worker: its next group; its group has lost a member; the training is over; its random state arrived."""
 LONGEST_LINE = 2**22
@@ -45,6 +45,7 @@ class _Worker:
     seen_at: float = field(default_factory=time.monotonic)
     is_ready: bool = False
     is_done: bool = False
+    has_failed: bool = False
 
     @property
     def text(self) -> str:
@@ -156,6 +157,8 @@ class Coordinator:
             for step in sorted(states)[:-KEPT_STATES]:
                 del states[step]
             worker.send(KEPT, number=message["number"])
+        elif kind == FAILED:
+            worker.has_failed = True
         elif kind == DONE and self._is_running:
             worker.is_done = True
             self.is_over = all(member.is_done for member in self._members.values())
@@ -170,7 +173,7 @@ class Coordinator:
             return
         del self._members[rank]
         self._lost.append(f"rank {rank} ({worker.text})")
-        self._say(f"rank {rank} ({worker.text}) was lost")
+        self._say(f"rank {rank} ({worker.text}) {'ended with an error' if worker.has_failed else 'was lost'}")
         self._break()
         self._form()
 

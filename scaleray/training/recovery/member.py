@@ -22,7 +22,7 @@ from scaleray.errors import PeerLostError
 from scaleray.training.health.worker_progress import COLLECTIVES
 from scaleray.training.process_group import join_group
 from scaleray.training.recovery.connections import GroupConnections
-from scaleray.training.recovery.coordinator import BEAT, BROKEN, DONE, HELLO, KEPT, LOST, OVER, RANDOM, READY
+from scaleray.training.recovery.coordinator import BEAT, BROKEN, DONE, FAILED, HELLO, KEPT, LOST, OVER, RANDOM, READY
 from scaleray.training.setup.stores import StorePlace
 
 RandomState = dict[str, torch.Tensor]
@@ -168,6 +168,11 @@ class Member:
             if message["kind"] == OVER or message["epoch"] == self._epoch:
                 return message["kind"] == OVER
         return True
+
+    def fail(self) -> None:
+        """Report that this worker ends with an error of its own, and end the connection."""
+        self._send(FAILED)
+        self.close()
 
     def close(self) -> None:
         """End the connection, as the end of the process would. To the others, this worker is then lost."""

@@ -31,7 +31,7 @@ def train_in_groups(member: Member, join: Callable[[Group], None], train: Callab
                 return result
         except Exception as exc:
             if not (isinstance(exc, PeerLostError) or is_lost_peer(exc) or member.is_group_broken()):
-                member.close()
+                member.fail()
                 raise
             member.lose_group()
             without_frames(exc)

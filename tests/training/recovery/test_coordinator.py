@@ -55,6 +55,19 @@ def test_a_spare_gets_the_rank_and_the_random_state_of_a_lost_worker(coordinator
     assert "rank 1 (worker 1" in second[0].lost[0]
 
 
+def test_a_worker_with_an_error_of_its_own_is_not_called_lost():
+    said: list[str] = []
+    coordinator = Coordinator(HOST, 2, token=TOKEN, silent_s=60.0, say=said.append)
+    members = {number: member(coordinator, number) for number in range(3)}
+    groups_of({number: members[number] for number in range(2)})
+    members[1].fail()
+    again = groups_of({0: members[0], 2: members[2]})
+    assert again[2].rank == 1, "the error may be one of that machine alone"
+    [text] = said
+    assert text.startswith("rank 1 (worker 1 ") and text.endswith(" ended with an error")
+    coordinator.close()
+
+
 def test_a_worker_that_is_silent_is_ended_and_replaced():
     ended: list[int] = []
     coordinator = Coordinator(HOST, 2, token=TOKEN, silent_s=1.0, end=lambda number, node, pid: ended.append(number))
