@@ -126,7 +126,11 @@ class NamesOneTwice(Blocks):
 
 @pytest.mark.parametrize(
     ("workload", "says"),
-    [(Classify, "applies to the model's blocks"), (NamesStrangers, "part of the model"), (NamesOneTwice, "named once")],
+    [
+        (Classify, "applies to the model's blocks"),
+        (NamesStrangers, "part of the model"),
+        (NamesOneTwice, "returned one block twice"),
+    ],
 )
 def test_a_workload_without_usable_blocks_is_refused(workload, says):
     with pytest.raises(WorkloadError, match=says):
