@@ -33,6 +33,7 @@ from scaleray.training.setup.compilation import eagerly
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup, prepare
 from scaleray.training.setup.rank_context import RankContext
+from scaleray.training.setup.weighted_losses import losses_of
 from scaleray.training.state.checkpointing import Checkpointing
 from scaleray.training.state.end_of_training import SaveWeights, hand_on_weights
 from scaleray.training.state.items import PROGRESS
@@ -432,17 +433,21 @@ class _Run:
         """Inspect the first batch, then settle everything that depends on it: micro-batches and how noise is
         measured."""
         job, gives_tuples = self.job, self.job.splits[TRAIN].gives_tuples
+        counted = None
+        # members of an earlier group have checked this workload; several losses are also put in order by the check
+        is_checked = self.live is not None and self.live.follows and self.first_step > 0
         with eagerly() if setup.compilation else contextlib.nullcontext():
-            counted = check_first_batch(
-                job.workload,
-                job.config,
-                first,
-                setup,
-                self.place,
-                gives_tuples=gives_tuples,
-                micro_batch_size=self.micro_sizes.most_before_search(self.job.recipe),
-                evaluated=[e.name for e in self.evaluations.evaluators],
-            )
+            if not is_checked or losses_of(job.workload) is not None:
+                counted = check_first_batch(
+                    job.workload,
+                    job.config,
+                    first,
+                    setup,
+                    self.place,
+                    gives_tuples=gives_tuples,
+                    micro_batch_size=self.micro_sizes.most_before_search(self.job.recipe),
+                    evaluated=[e.name for e in self.evaluations.evaluators],
+                )
         if self.first_step == 0 and counted is not None:
             # the loss scale of fp16 is meant for a mean: over a sum of many tokens the first steps would overflow
             step.count_per_row = counted

@@ -74,6 +74,11 @@ class LiveState:
         of that group. grows: whether a worker joins a smaller group."""
         self._random, self._lost, self._broken_at, self._grows = random, lost, broken_at, grows
 
+    @property
+    def follows(self) -> bool:
+        """Whether this group follows another one of the same training."""
+        return self._broken_at > 0
+
     def after_forward(self, place: RankContext, step: int) -> None:
         """Send this rank's random state before the rank contributes to the sums of `step`. Others need these sums to
         complete the step, so a worker that takes this rank can always continue after it."""
