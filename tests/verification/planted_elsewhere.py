@@ -296,8 +296,8 @@ def after_restore(change):
     """`change(state)` is called when a checkpoint of another number of workers has been loaded."""
 
     def make(original):
-        def restore(self, manifest, stores, group):
-            original(self, manifest, stores, group)
+        def restore(self, manifest, load):
+            original(self, manifest, load)
             if manifest.world_size != self.place.world_size:
                 change(self)
 
