@@ -130,6 +130,7 @@ class Holder:
                 return {"files": sorted(found)}, b""
             if kind == RESERVE:
                 return self._reserve(name, request["length"]), b""
+            self._written.pop(name, None)
             for each in [n for n in self._files if n == name or (kind == DROP and n.startswith(f"{name}/"))]:
                 self._remove(each)
             return {}, b""

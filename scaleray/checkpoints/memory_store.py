@@ -90,6 +90,9 @@ class MemoryStore(Store):
                 while view:
                     count = os.pwrite(descriptor, view, position)
                     position, view = position + count, view[count:]
+        except OSError:  # such as too little memory
+            self.delete(name)
+            raise
         finally:
             os.close(descriptor)
         self._ask(FINISH, name=name)

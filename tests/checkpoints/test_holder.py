@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import os
 import pickle
 import random
 import sys
@@ -35,6 +36,7 @@ from scaleray.training.state.memory_copies import HolderPlace, Holders, as_json,
 
 SECRET = "secret"
 MIB = 2**20
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="memory files exist on Linux only")
 
 
 @pytest.fixture
@@ -120,7 +122,7 @@ def test_the_buffer_of_a_removed_file_is_used_again_unless_it_was_read(holder):
     assert store.read("three") == b"4" * MIB
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory files exist on Linux only")
+@ON_LINUX
 def test_a_client_on_the_node_writes_into_the_holders_memory(holder):
     store = here(holder)
     store.reserve("a worker", 2 * MIB)
@@ -147,6 +149,18 @@ def test_a_file_is_sent_if_its_memory_cannot_be_opened_or_belongs_to_another_pro
         store.write("one", [b"1" * MIB])
         assert store.read("one") == b"1" * MIB
         assert not holder._written
+
+
+@ON_LINUX
+def test_memory_of_a_file_that_could_not_be_written_is_free_again(holder, monkeypatch):
+    store = here(holder)
+    store.reserve("a worker", MIB)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda *arguments: (_ for _ in ()).throw(OSError("no memory")))
+        with pytest.raises(OSError, match="no memory"):
+            store.write("one", [b"1" * MIB])
+    store.write("two", [b"2" * MIB])
+    assert store.names() == ["two"]
 
 
 def test_memory_of_a_client_that_is_lost_while_it_writes_is_free_again(holder):
