@@ -30,7 +30,9 @@ def train_in_groups(member: Member, join: Callable[[Group], None], train: Callab
             if member.complete():
                 return result
         except Exception as exc:
-            if not (isinstance(exc, PeerLostError) or is_lost_peer(exc) or member.is_group_broken()):
+            # a member that is too late for a later group may be in time for the next one
+            is_late = isinstance(exc, dist.DistStoreError) and group.epoch > 1
+            if not (is_late or isinstance(exc, PeerLostError) or is_lost_peer(exc) or member.is_group_broken()):
                 member.fail()
                 raise
             member.lose_group()

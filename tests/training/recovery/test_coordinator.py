@@ -7,10 +7,12 @@ import threading
 import time
 
 import pytest
+import torch.distributed as dist
 
 from scaleray.errors import PeerLostError
 from scaleray.training.recovery.coordinator import Coordinator
 from scaleray.training.recovery.member import Member
+from scaleray.training.recovery.recovering import train_in_groups
 
 HOST, TOKEN = "127.0.0.1", "secret"
 
@@ -66,6 +68,31 @@ def test_a_worker_with_an_error_of_its_own_is_not_called_lost():
     [text] = said
     assert text.startswith("rank 1 (worker 1 ") and text.endswith(" ended with an error")
     coordinator.close()
+
+
+def test_a_member_that_is_late_for_a_later_group_is_in_time_for_the_next_one(coordinator):
+    members = {number: member(coordinator, number) for number in range(2)}
+    results: dict[int, list[int]] = {0: [], 1: []}
+
+    def trained(number: int) -> None:
+        def join(group):
+            if group.epoch == 2 and number == 1:
+                raise dist.DistStoreError("wait timeout after 4000ms")
+
+        def train(group, live):
+            results[number].append(group.epoch)
+            if group.epoch < 3:
+                raise PeerLostError("another worker is gone")
+            return number
+
+        assert train_in_groups(members[number], join, train) == number
+
+    threads = [threading.Thread(target=trained, args=[number]) for number in members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert results == {0: [1, 2, 3], 1: [1, 3]}
 
 
 def test_a_worker_that_is_silent_is_ended_and_replaced():
