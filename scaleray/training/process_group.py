@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import psutil
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from scaleray.training.health import flight_recorder
 from scaleray.training.health.stall_watch import GROUP_VARIABLE
@@ -48,6 +49,8 @@ def join_group(
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)  # else it listens on another one, if there is any
     if "nccl" in backend and "TORCH_NCCL_BLOCKING_WAIT" not in os.environ:
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # collectives that time out fail
+    # torch does not reset its number of groups, which is in their keys at the store, after a failed attempt
+    _world.group_count = 0
     dist.init_process_group(
         backend,
         store=open_store(place, timeout=timedelta(seconds=timeout_s)),

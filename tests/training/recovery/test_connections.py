@@ -14,9 +14,11 @@ import time
 import torch
 import torch.distributed as dist
 
+from scaleray.training.process_group import join_group
 from scaleray.training.recovery.connections import GroupConnections
 from scaleray.training.recovery.coordinator import Coordinator
 from scaleray.training.recovery.member import EXIT_CODE, Member
+from scaleray.training.setup.stores import OwnedStore, open_store
 
 HOST, SECRET, NUM_VALUES = "127.0.0.1", "secret", 2**26
 
@@ -55,6 +57,52 @@ def test_connections_of_a_group_are_closed_from_the_end_that_opened_them_and_no_
         assert not found.close()  # there is no group
         stack.enter_context(socket.create_server((HOST, 0)))
         assert found.close()
+
+
+def join(place, number, timeout_s):
+    join_group(
+        place,
+        "gloo",
+        timeout_s,
+        name="group",
+        node=HOST,
+        device="cpu",
+        rank=number,
+        world_size=2,
+        local_rank=number,
+        local_world_size=2,
+        node_rank=0,
+    )
+
+
+def meet_later(number, first, second):
+    torch.set_num_threads(1)
+    if number == 1:
+        with contextlib.suppress(dist.DistStoreError):
+            join(first, number, 1.0)
+            os._exit(2)
+    join(second, number, 20.0)
+    dist.barrier()
+
+
+def test_a_worker_whose_attempt_to_form_a_group_has_failed_meets_a_new_one_in_the_next():
+    places = [OwnedStore(HOST) for _ in range(2)]
+    stores = [open_store(owned.place) for owned in places]
+    context = multiprocessing.get_context("spawn")
+    arguments = [owned.place for owned in places]
+    processes = [context.Process(target=meet_later, args=(number, *arguments)) for number in range(2)]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout=100)
+        assert [process.exitcode for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+        del stores
+        for owned in places:
+            owned.close()
 
 
 def run(number, place):
