@@ -107,7 +107,8 @@ def test_a_delay_in_the_backward_pass_of_a_rank_is_named_with_its_rank_and_layer
     waits = [rank.phases[Phase.STRAGGLER].median for rank in profile.ranks]
     assert waits[0] > DELAY_S / 2 > waits[1]
     assert profile.ranks[1].lateness[found.bucket].late_s.median > DELAY_S / 2
-    assert profile.ranks[1].lateness[found.bucket].last_share > 0.9
+    # in single steps a busy machine delays the other rank for longer
+    assert profile.ranks[1].lateness[found.bucket].last_share > 2 / 3
 
 
 @pytest.mark.combination
