@@ -123,14 +123,18 @@ LEAN_TRAINER = PrivatePart(
     "ray",
     "scaleray/launch/workers/lean_trainer.py",
     "Ray Train starts without its cleaner, dataset manager and autoscaling coordinator, and without torch in its "
-    "controller: 5.1 CPU seconds",
-    "Ray Train starts them",
+    "controller: 5.1 CPU seconds; with spares, a run ends even if a lost node stays away",
+    "Ray Train starts them, and waits for the node",
     {
         "ray.train.torch:TorchTrainer._create_default_callbacks": "(self)",
         "ray.train.torch:TorchTrainer._initialize_and_run_controller": "(self, **controller_init_kwargs)",
         "ray.train.torch:TorchTrainer._register_sigint_handler": "(self, controller)",
         "ray.train.v2._internal.execution.controller.controller:TrainController": "(train_fn_ref, train_run_context, "
         "scaling_policy, failure_policy, callbacks=None, validation_config=None)",
+        "ray.train.v2._internal.execution.controller.controller:TrainController._replace_bad_workers": "(self, "
+        "poll_status)",
+        "ray.train.v2._internal.execution.controller.controller:TrainController._is_training_succeeded": "("
+        "worker_group_status)",
         "ray.train.v2._internal.execution.worker_group:WorkerGroup._get_worker_runtime_env": "(custom_runtime_env)",
         POLICY: "(scaling_config)",
         f"{POLICY}.after_controller_start": "(self, train_run_context)",

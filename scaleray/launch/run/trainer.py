@@ -211,7 +211,9 @@ def restart_callback(recorder: Any, max_failures: int, run_path: str, *, replace
             text = "; ".join(f"worker {number}: {death(error)}" for number, error in failures.items())
             if self.restarts > max_failures:
                 raise RunFailedError(f"{text}\n  {self.restarts} workers were lost with no complete step in between")
-            recorder.log.remote([EventRecord(f"{text}; Ray starts another spare", kind="warning")])
+            recorder.log.remote(
+                [EventRecord(f"{text}; Ray starts another spare as soon as there is room for it", kind="warning")]
+            )
 
     def last_beats() -> list[Heartbeat]:
         try:

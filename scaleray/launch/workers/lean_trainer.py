@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import threading
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import ray
+from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
 from ray.train.v2._internal.execution.controller import controller
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
+from ray.train.v2.api import data_parallel_trainer
 
 from scaleray.launch.cluster import connection
 
@@ -31,6 +34,8 @@ def lean_trainer(worker: Any, *, datasets: dict[str, Any] | None, **arguments: A
     """A TorchTrainer without the parts that this run does not use."""
     from ray.train.torch import TorchTrainer
 
+    are_replaced = getattr(arguments.get("torch_config"), "are_replaced", False)
+
     class LeanTrainer(TorchTrainer):
         def _create_default_callbacks(self) -> list[Any]:
             unused = {CLEANER} if self.datasets else {CLEANER, DATASETS}
@@ -38,7 +43,9 @@ def lean_trainer(worker: Any, *, datasets: dict[str, Any] | None, **arguments: A
 
         def _initialize_and_run_controller(self, *, scaling_policy: Any, **arguments: Any) -> Any:
             if not connection.workers_inherit():
-                return super()._initialize_and_run_controller(scaling_policy=scaling_policy, **arguments)
+                own = PatientController if are_replaced else controller.TrainController
+                with mock.patch.object(data_parallel_trainer, "TrainController", own):
+                    return super()._initialize_and_run_controller(scaling_policy=scaling_policy, **arguments)
             # a Ray of our own has no autoscaler, and no other run to share with; with Ray Datasets their executor asks
             if connection.is_own() and type(scaling_policy) is FixedScalingPolicy and not self.datasets:
                 scaling_policy = WithoutAutoscaler(scaling_policy.scaling_config)
@@ -59,7 +66,25 @@ class InheritingWorkers(WorkerGroup):
         return dict(custom_runtime_env)
 
 
-class TrainController(controller.TrainController):
+class PatientController(controller.TrainController):
+    """Controller that replaces a lost worker once there is a node for it. Ray's own waits for that node, and meanwhile
+    sees neither other losses nor the end of the training."""
+
+    def _is_training_succeeded(self, poll_status: Any) -> bool:
+        # workers that can be replaced return once the training is over, for which a lost one is not needed any more
+        statuses = poll_status.worker_statuses.values()
+        present = [e for e in statuses if e.error is None or isinstance(e.error, UserExceptionWithTraceback)]
+        has_returned = [not each.running and each.error is None for each in present]
+        is_over = self._manages_replica_groups and bool(present) and all(has_returned)
+        return bool(is_over or super()._is_training_succeeded(poll_status))
+
+    def _replace_bad_workers(self, poll_status: Any) -> None:
+        workers = self._worker_group._worker_group_state.placement_group_handle.placement_group
+        if ray.util.placement_group_table(workers)["state"] == "CREATED":
+            super()._replace_bad_workers(poll_status)
+
+
+class TrainController(PatientController):
     """Controller of workers that inherit their environment."""
 
     worker_group_cls = InheritingWorkers

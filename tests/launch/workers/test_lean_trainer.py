@@ -11,6 +11,7 @@ from ray.train.v2._internal.execution.scaling_policy import create_scaling_polic
 
 from scaleray.launch.cluster import connection
 from scaleray.launch.workers import lean_trainer
+from scaleray.launch.workers.process_group import ProcessGroup
 from scaleray.launch.workers.ray_train import without_watcher_notice
 
 
@@ -28,9 +29,10 @@ def launched(monkeypatch):
 
         return of_class
 
-    def launch(*, inherits, datasets=None):
+    def launch(*, inherits, datasets=None, are_replaced=False):
         scaling = ray.train.ScalingConfig(num_workers=2)
-        trainer = lean_trainer.lean_trainer(print, datasets=datasets, scaling_config=scaling)
+        group = ProcessGroup("gloo", 60, are_replaced=are_replaced)
+        trainer = lean_trainer.lean_trainer(print, datasets=datasets, scaling_config=scaling, torch_config=group)
         monkeypatch.setattr(connection, "workers_inherit", lambda: inherits)
         monkeypatch.setattr(ray, "remote", remote)
         monkeypatch.setattr(ray, "get_runtime_context", lambda: type("Here", (), {"get_node_id": lambda self: "n"})())
@@ -53,6 +55,8 @@ def test_on_a_cluster_of_others_ray_train_starts_as_it_does(launched):
     made = launched(inherits=False)
     assert made["options"]["runtime_env"]["env_vars"]
     assert made["class"] is lean_trainer.controller.TrainController
+    made = launched(inherits=False, are_replaced=True)
+    assert made["options"]["runtime_env"]["env_vars"] and made["class"] is lean_trainer.PatientController
 
 
 def test_of_what_ray_logs_the_notice_of_its_watcher_alone_is_not_shown():
