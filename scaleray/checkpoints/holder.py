@@ -35,7 +35,8 @@ LEFT_FREE = 0.1
 
 class SharedMemory(mmap.mmap):
     """Memory of this process that other processes of the same user on this node can open at `path`, where `target` is
-    the name of its file. Linux only."""
+    the name of its file. Linux only. Unlike the standard library's, it is freed if the process is killed, and does not
+    need /dev/shm, which is small in containers."""
 
     path: str
     target: str

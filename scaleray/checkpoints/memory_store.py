@@ -71,11 +71,11 @@ class MemoryStore(Store):
         digest, length = xxhash.xxh3_128(), sum(map(len, views))
         for view in views if not known else ():
             digest.update(view)
-        if not (self.is_here and self._has_placed(name, views, length)):
+        if not (self.is_here and self._write_here(name, views, length)):
             self._ask(PUT, name=name, length=length, content=views)
         return known or digest.hexdigest(), length
 
-    def _has_placed(self, name: str, views: list[memoryview], length: int) -> bool:
+    def _write_here(self, name: str, views: list[memoryview], length: int) -> bool:
         """Write a file to the holder's memory. Returns False if the system does not allow it."""
         answer = self._ask(OPEN, name=name, length=length)[0]
         try:

@@ -131,6 +131,7 @@ LEAN_TRAINER = PrivatePart(
         "ray.train.torch:TorchTrainer._register_sigint_handler": "(self, controller)",
         "ray.train.v2._internal.execution.controller.controller:TrainController": "(train_fn_ref, train_run_context, "
         "scaling_policy, failure_policy, callbacks=None, validation_config=None)",
+        "ray.train.v2._internal.exceptions:UserExceptionWithTraceback": "(exc, traceback_str)",
         "ray.train.v2._internal.execution.controller.controller:TrainController._replace_bad_workers": "(self, "
         "poll_status)",
         "ray.train.v2._internal.execution.controller.controller:TrainController._is_training_succeeded": "("

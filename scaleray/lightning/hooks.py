@@ -95,8 +95,10 @@ class LightningHooks(Callback):
         self._run, self.trainer.global_step = run, run.step
         self.trainer.place = run.rank, run.world_size
         connect(self.module, run)
-        if anew := restore_states(self.module, self._metrics_before):
-            run.warn(f"{', '.join(anew)}: the workers' states cannot be added, so it covers only the rest of the epoch")
+        if restarted := restore_states(self.module, self._metrics_before):
+            run.warn(
+                f"{', '.join(restarted)}: the workers' states cannot be added, so it covers only the rest of the epoch"
+            )
         self._set_up_callbacks()
         if self._had_others:
             run.warn(f"{', '.join(self._had_others)}: the workers had different states; all now use rank 0's")

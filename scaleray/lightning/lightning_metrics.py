@@ -51,21 +51,21 @@ def restore_states(module: nn.Module, states: Sequence[Mapping[str, Any]]) -> li
     """Restore objects from the result of `states_of`: states of one worker, or states of several to be added up.
     Returns the names of objects whose states cannot be added up, which are reset.
     """
-    anew = []
+    restarted = []
     for name, metric in _named_objects(module):
         kept = [state[name] for state in states if name in state]
         parts = [
             {**one["tensors"], **{key: [*entries.values()] for key, entries in one["lists"].items()}} for one in kept
         ]
         if len(parts) > 1 and not _add_up(metric):
-            anew.append(name)
+            restarted.append(name)
         elif parts:
             value = parts[0] if len(parts) == 1 else merged(parts, metric._reductions)
             for key, part in value.items():
                 is_list = isinstance(metric._defaults[key], list) and not isinstance(part, list)
                 setattr(metric, key, on_device([part] if is_list else part, metric.device))
             metric._update_count, metric._computed = sum(one["updates"] for one in kept), None
-    return anew
+    return restarted
 
 
 def _named_objects(module: nn.Module) -> list[tuple[str, Any]]:

@@ -228,7 +228,7 @@ def _leaving(values: Sequence[Estimate], frame: Frame) -> str:
 
 
 def _room(ax: Any, workers: Sequence[int], last: int) -> None:
-    """Space beside the first and the last point on a logarithmic axis."""
+    """Space before the first and after the last point on a logarithmic axis."""
     ax.set_xlim(min(workers) / 1.22, last * 1.12)
     ax.grid(color=GRID)
 

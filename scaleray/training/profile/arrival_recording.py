@@ -71,7 +71,7 @@ class ArrivalTimes(Observer):
             if self._source is not None:
                 self.guard(Watcher.FIGURES, self._settle, None, part="arrivals")
         elif self._has_begun:
-            # no more than a list, as all code has to be fetched anew after the passes of a large model
+            # no more than a list, as all code has to be fetched again after the passes of a large model
             came = self._kept + self._moments.now[len(self._kept) :]
             self._steps.append((self._number, self._begun, self._met, came, self._earlier))
             has_many, self._earlier, self._has_begun = bool(self._earlier), [], False

@@ -410,7 +410,7 @@ def _with_fixed_buckets(config: RunConfig) -> RunConfig:
     """The config with a fixed layout of DDP's buckets, if results must be bit-identical."""
     if not config.deterministic:
         return config
-    # DDP lays its buckets out anew after the first step, which changes the order of its sums: a resumed run would start
+    # DDP lays its buckets out again after the first step, and so the order of its sums: a resumed run would start
     # with the first layout again. It does not do so while it looks for unused parameters.
     return looking_for_unused(config)
 

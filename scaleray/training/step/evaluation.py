@@ -250,7 +250,7 @@ class Evaluations:
         rank_bytes = split.num_rows * split.row_bytes // self.place.data_parallel_size
         ahead = collate_ahead(job.workload, split, whole, may_draw=job.config.deterministic)
         if rank_bytes <= KEPT_BYTES:
-            ahead = None  # kept batches are made anew each time, as a metric may change what it is given
+            ahead = None  # kept batches are made again each time, as a metric may change what it is given
         return Evaluator(
             split.name,
             job.workload,

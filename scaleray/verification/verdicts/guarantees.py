@@ -226,7 +226,7 @@ def _diloco(trace: Trace, config: RunConfig) -> Iterator[tuple[int, np.ndarray]]
     under_way: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # parameters and their mean, by the step that began it
     begins = {max(1, settings.warmup_steps + 1), (trace.restored.step if trace.restored else 0) + 1}
     for step, machines, updated in _local_steps(trace, config):
-        if step.step in begins:  # a resume on other workers begins anew, at the mean
+        if step.step in begins:  # a resume on other workers begins at the mean
             assert step.replicas is not None
             anchor = step.replicas.before[:, :, 1:].mean(axis=0)
             momentum = np.zeros_like(anchor)
